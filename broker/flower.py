@@ -36,7 +36,7 @@ MISDIRECTED = STATUS_OF_KIND["misdirected"]
 def options(settings: Settings) -> dict[str, str]:
     """Flower's options as it reads them from its environment. Raises SettingsError naming the setting."""
     if settings.flower_auth and not all(re.fullmatch(r"[^:]+:.+", pair) for pair in settings.flower_auth.split(",")):
-        raise SettingsError("MIDSTREAM_FLOWER_AUTH: must be user:password, several separated by commas")
+        raise SettingsError("MIDSTREAM_FLOWER_AUTH: must be user:password; separate several with commas")
     if not settings.flower_auth and not is_loopback(settings.flower_host):
         raise SettingsError(
             f"MIDSTREAM_FLOWER_HOST={settings.flower_host} is not loopback: MIDSTREAM_FLOWER_AUTH=user:password is required, "

@@ -66,7 +66,7 @@ def _worker_seen(settings: Settings) -> str:
     here = [info for info in known if info.host == socket.gethostname()]
     alive = [info for info in here if client.get(f"ms:alive:{info.worker}") == info.boot.encode()]
     if not alive:
-        return "no worker of this machine has reported to Redis recently"
+        return "no worker on this machine has reported to Redis recently"
     return "; ".join(info.detail or "it is not healthy" for info in alive if not info.healthy)
 
 

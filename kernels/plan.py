@@ -113,7 +113,7 @@ def unit(vectors: torch.Tensor) -> torch.Tensor:
     wide = vectors.double()
     lengths = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     if not bool((torch.isfinite(lengths) & (lengths > 0)).all()):
-        raise ValueError("a direction must have a finite length other than 0")
+        raise ValueError("a direction must have a finite norm other than 0")
     return (wide / lengths).float()
 
 
@@ -141,7 +141,7 @@ class SitePlan:
         token_rows = torch.zeros(capacity, ROWS_PER_TOKEN, dtype=torch.int32)
         for token, rows in self.edits.items():
             if len(rows) > ROWS_PER_TOKEN:
-                raise ValueError(f"token {token} has {len(rows)} configuration rows, at most {ROWS_PER_TOKEN} fit")
+                raise ValueError(f"token {token} has {len(rows)} configuration rows; at most {ROWS_PER_TOKEN} fit")
             token_rows[token, : len(rows)] = torch.tensor(rows, dtype=torch.int32)
             plan[DEPTH] = max(plan[DEPTH], len(rows))
         named = set(map(tuple, self.edits.values()))

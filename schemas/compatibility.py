@@ -23,7 +23,7 @@ def disagreement(who: str, version: str, wire: int, oldest: int) -> MidstreamErr
     older = "the other" if wire < WIRE else "this process"
     return MidstreamError(
         "version_mismatch",
-        f"{who} runs midstream {version} (wire {wire}, works with {oldest} and newer), this is midstream {__version__} "
+        f"{who} runs midstream {version} (wire {wire}, works with {oldest} and newer); this process runs midstream {__version__} "
         f"(wire {WIRE}, works with {OLDEST_WIRE} and newer): upgrade {older}",
     )
 

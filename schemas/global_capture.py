@@ -34,7 +34,7 @@ def from_settings(settings: Settings, num_layers: int | None = None, hooks: Sequ
             for spec in specs:
                 sites = sum(map(len, resolve_sites(spec.wanted, num_layers, hooks).values()))
                 if row_limit and sites > row_limit:
-                    raise ValueError(f"{sites} sites: one step has room for {row_limit} rows (setting capture_buffer_mib)")
+                    raise ValueError(f"it has {sites} sites, but one step has room for {row_limit} rows (setting capture_buffer_mib)")
     except ValueError as error:
         raise SettingsError(f"global_capture: {error}") from error
     return specs

@@ -5,7 +5,7 @@ from .models import WorkerInfo
 
 
 class Health(Published):
-    """Answer of `GET /healthz`: this process answers; says nothing of the rest."""
+    """Answer of `GET /healthz`: this process responds; nothing else is checked."""
 
     status: str
     version: str
@@ -13,7 +13,7 @@ class Health(Published):
 
 
 class Readiness(Record):
-    """Answer of `GET /readyz`: 200 when a job would run now, 503 otherwise; `missing` says what is not there."""
+    """Answer of `GET /readyz`: 200 when a job would run now, 503 otherwise; `missing` gives the reasons."""
 
     ready: bool
     missing: list[str]

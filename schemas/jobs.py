@@ -41,7 +41,7 @@ class Sampling(Record):
 
 
 class SamplingRequest(Sampling):
-    """The same as a request writes them. Jobs that were accepted under wider limits are read as `Sampling`."""
+    """Sampling parameters as a request gives them. Jobs that were accepted under wider limits are read as `Sampling`."""
 
     max_tokens: Count = 16
     top_k: Index = 0
@@ -146,7 +146,7 @@ class FileEntry(Record):
 
 
 class ConsumerReport(Record):
-    """What a consumer made of one prompt's rows on one stage."""
+    """A consumer's result for one prompt's rows on one stage."""
 
     name: str
     request: int
@@ -157,7 +157,7 @@ class ConsumerReport(Record):
 
 
 class CaptureResults(Record):
-    """`ok` is said only when every file is durable and every rank reported."""
+    """`ok` only if every file is durable and every rank has reported."""
 
     status: CaptureStatus
     job: str

@@ -32,7 +32,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 
 
 class Limits(Record, omit_defaults=True):
-    """Limits of a tenant; null takes the setting `limit_*` of the same name, 0 is no limit."""
+    """Limits of a tenant; null means the setting `limit_*` of the same name; 0 means no limit."""
 
     requests_per_minute: Natural | None = None  # submissions
     tokens_per_minute: Natural | None = None  # prompt tokens and `max_tokens` of what is submitted, of all its prompts
@@ -97,7 +97,7 @@ class KeyList(Record):
 
 
 class Usage(Record):
-    """What a tenant uses now."""
+    """A tenant's current usage."""
 
     jobs_in_flight: int
     sweep_cells: int

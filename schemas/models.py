@@ -52,7 +52,7 @@ def encode_bundle(bundle: TokenizerBundle) -> tuple[str, bytes]:
 
 
 class WorkerStats(Published):
-    """What a worker does now. Figures of its ranks are a few seconds old."""
+    """A worker's current activity. Figures of its ranks are a few seconds old."""
 
     at: float  # seconds since the epoch
     jobs: int  # that it holds

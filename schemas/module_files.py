@@ -58,7 +58,7 @@ def specs_of(raw: bytes) -> list[SteeringSpec]:
         raise ValueError("it has no tensors: name them {hook}.{layer}, such as post_block.12")
     specs = _general(tensors, metadata[ENTRIES_KEY]) if ENTRIES_KEY in metadata else of_sites(tensors, _shared(metadata))
     if len(specs) > MAX_ENTRIES:
-        raise ValueError(f"it has {len(specs)} entries: at most {MAX_ENTRIES}")
+        raise ValueError(f"it has {len(specs)} entries: at most {MAX_ENTRIES} are allowed")
     return specs
 
 
@@ -70,7 +70,7 @@ def to_bytes(specs: Sequence[SteeringSpec]) -> bytes:
     tensors: dict[str, Tensor] = {}
     for index, spec in enumerate(specs):
         if spec.module is not None:
-            raise ValueError(f"entry {index} is the module {spec.module!r}: a file holds vectors, not names")
+            raise ValueError(f"entry {index} refers to module {spec.module!r}: a file contains vectors, not names")
         given = {name: value for name in _FIELD_TYPES if (value := getattr(spec, name)) is not None}
         tensors |= {f"{index}.{name}": given.pop(name) for name in SHAPES if name in given}
         entries.append(given)
@@ -113,7 +113,7 @@ def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:
         raise ValueError(f"metadata {ENTRIES_KEY} is not a list of entries: {error}") from error
     for index, entry in enumerate(entries):
         if entry.module is not None:
-            raise ValueError(f"entry {index} is the module {entry.module!r}: a file holds vectors, not names")
+            raise ValueError(f"entry {index} refers to module {entry.module!r}: a file contains vectors, not names")
         if inside := [name for name in SHAPES if getattr(entry, name) is not None]:
             raise ValueError(f"entry {index} contains its {inside[0]} inline: make it the tensor {index}.{inside[0]}")
     of_entry: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(entries))}
@@ -133,9 +133,9 @@ def _check_header(raw: bytes) -> None:
     """Raises ValueError for a header of more bytes or tensors than a module needs, before anything of it is read."""
     length = int.from_bytes(raw[:8], "little")
     if length > MAX_FILE_HEADER:
-        raise ValueError(f"its header is {length} bytes: at most {MAX_FILE_HEADER}")
+        raise ValueError(f"its header is {length} bytes: at most {MAX_FILE_HEADER} are allowed")
     if (tensors := raw.count(b'"data_offsets"', 8, 8 + length)) > MAX_FILE_TENSORS:
-        raise ValueError(f"it has {tensors} tensors: at most {MAX_FILE_TENSORS}")
+        raise ValueError(f"it has {tensors} tensors: at most {MAX_FILE_TENSORS} are allowed")
 
 
 def _metadata(raw: bytes) -> dict[str, str]:
@@ -177,7 +177,7 @@ def _fitting(key: str, field: str, tensor: Tensor) -> Tensor:
     if field not in SHAPES:
         raise ValueError(f"{_quoted(key)}: unknown tensor {field!r}; valid: {', '.join(SHAPES)}")
     if len(tensor.shape) != len(SHAPES[field]):
-        raise ValueError(f"{_quoted(key)} is {tensor.shape}: a {field} is [{', '.join(SHAPES[field])}]")
+        raise ValueError(f"{_quoted(key)} has shape {tensor.shape}: a {field} must be [{', '.join(SHAPES[field])}]")
     return tensor
 
 
@@ -185,7 +185,9 @@ def _same_width(tensors: Mapping[str, Tensor]) -> None:
     first, of_first = next(iter(tensors.items()), ("", None))
     for key, tensor in tensors.items():
         if of_first is not None and tensor.shape[-1] != of_first.shape[-1]:
-            raise ValueError(f"{_quoted(key)} has width {tensor.shape[-1]}, {_quoted(first)} {of_first.shape[-1]}: all must have one width")
+            raise ValueError(
+                f"{_quoted(key)} has width {tensor.shape[-1]}, but {_quoted(first)} has {of_first.shape[-1]}: all must have the same width"
+            )
 
 
 def _quoted(text: str) -> str:

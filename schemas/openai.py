@@ -44,7 +44,7 @@ Unserved = msgspec.Raw | UnsetType
 
 
 class OpenAIError(Record):
-    """What is wrong, as OpenAI's clients read it: they show `message`, and nothing of a problem document."""
+    """The error in OpenAI's format: OpenAI's clients show `message`, and nothing of a problem document."""
 
     message: str
     type: str
@@ -233,7 +233,7 @@ class ChatChunk(Answer, kw_only=True):
 
 
 class ModelCard(Record):
-    """One model as OpenAI lists it, with what a user needs to name layers, vectors and positions."""
+    """One model as OpenAI lists it, with what a user needs to specify layers, vectors and positions."""
 
     id: str
     object: Literal["model"]

@@ -89,12 +89,12 @@ PositionSelector = PositionName | list[int] | Window
 
 
 class Span(Record):
-    """Tokens in a row: by their text, or by their positions.
+    """Consecutive tokens: by their text, or by their positions.
 
     By `text`: every prompt token that overlaps an occurrence of it in the prompt's text. `occurrence`: 0 the first, 1 the
     second, …, negative from the last; null: all of them.
     By position: from `start` (null: the first) up to but not including `stop` (null: to the end, with all that is
-    generated). Negative ones count from the prompt's end; positions of generated tokens follow those of the prompt.
+    generated). Negative positions count from the prompt's end; positions of generated tokens follow those of the prompt.
     """
 
     text: Annotated[str, msgspec.Meta(max_length=MAX_SPAN_TEXT)] | None = None
@@ -233,7 +233,7 @@ def resolve_positions(asked: RequestedPositions, prompt_tokens: int, find: SpanF
                 positions.update(_span(item, find, f"[{index}]"))
             continue
         if not -prompt_tokens <= item < prompt_tokens:
-            detail = f"position {item} is beyond the prompt, which has {prompt_tokens} tokens (0 to {prompt_tokens - 1})"
+            detail = f"position {item} is out of range: the prompt has {prompt_tokens} tokens (0 to {prompt_tokens - 1})"
             raise SelectorError(detail, f"[{index}]")
         positions.add(item if item >= 0 else item + prompt_tokens)  # numbers are shared by all prompts
     positions.update(joined(ranges))
@@ -244,7 +244,7 @@ def _window(span: Span, prompt_tokens: int, at: str) -> Window:
     """A range with its negative places counted from the prompt's end. Raises SelectorError."""
     for name, place in (("start", span.start), ("stop", span.stop)):
         if place is not None and place < -prompt_tokens:
-            raise SelectorError(f"position {place} is before the prompt, which has {prompt_tokens} tokens", f"{at}.{name}")
+            raise SelectorError(f"position {place} is out of range: the prompt has {prompt_tokens} tokens", f"{at}.{name}")
     start = _counted(span.start or 0, prompt_tokens)
     stop = None if span.stop is None else _counted(span.stop, prompt_tokens)
     if stop is not None and start >= stop:
@@ -261,7 +261,7 @@ def _inside(window: Window, prompt_tokens: int, at: str) -> range:
     if window.stop is None:
         raise SelectorError("a range in a list needs a `stop`; only a single range may be open-ended", at)
     if window.stop > prompt_tokens:
-        detail = f"the range goes up to {window.stop}, beyond the prompt, which has {prompt_tokens} tokens; only a single range may"
+        detail = f"the range stops at {window.stop}, but the prompt has {prompt_tokens} tokens; only a single range may extend beyond it"
         raise SelectorError(detail, f"{at}.stop")
     return range(window.start, window.stop)
 

@@ -85,9 +85,7 @@ class Settings(Record):
     steering_wait_s: Positive = 20.0  # timeout of each of the two phases of a change of global steering; a lost worker counts for `lease_s`
     capture_buffer_mib: Count = 512  # compiled and on accelerators: rows captured in one step; bounds the sites of one capture
     capture_queue_mib: Count = 512  # captured rows waiting for the writers, per rank
-    capture_overload: Literal["block", "spill", "drop"] = (
-        "block"  # if if if if if if that queue is full: steps wait, rows go to disk, or rows are dropped
-    )
+    capture_overload: Literal["block", "spill", "drop"] = "block"  # if that queue is full: steps wait, rows go to disk, or rows are dropped
     capture_memory_mib: Count = 4096  # captured rows of the requests in the engine, per rank; beyond it requests wait
     row_store_mib: Natural = 256  # rows kept for captures whose prompt the prefix cache serves; 0: recomputed instead
     writer_threads: Count = 2

@@ -128,7 +128,7 @@ def parse_row(name: str) -> RunRow:
             positions += range(int(first), int(last or first) + 1)
         return RunRow(key, msgspec.convert(hook, Hook), int(layer), None, tuple(positions))
     except (ValueError, msgspec.ValidationError) as error:
-        raise ValueError(f"{name!r} is not the name of a row of a run") from error
+        raise ValueError(f"{name!r} is not a valid name for a row of a source run") from error
 
 
 def runs_named(names: "list[str] | set[str]") -> list[str]:

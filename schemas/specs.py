@@ -67,11 +67,11 @@ class CaptureSpec(Record):
 
 
 class SteeringSpec(Record):
-    """Edit the rows at `hook` of each of `layers`, at `positions`, as `op` says. Null: what the comment says, or not of this op.
+    """Edit the rows at `hook` of each of `layers`, at `positions`, as `op` defines. Null: the field's default, or not valid for this op.
 
-    Or apply a named `module`, with `scale` (of all that it does, see `at_scale`) and `positions` (instead of the module's own).
+    Or apply a named `module`, with `scale` (of its whole effect) and `positions` (instead of the module's own).
 
-    `vector` v: `[hidden_size]`, finite; its length does not matter for `ablate`, `clamp` and with `norm_match`.
+    `vector` v: `[hidden_size]`, finite; its norm does not matter for `ablate` and `clamp`, or with `norm_match`.
     `rotation` R and `weight` W: `[rank, hidden_size]`, `bias` b: `[rank]`.
     """
 
@@ -102,9 +102,9 @@ class SteeringSpec(Record):
 class PatchSource(Record):
     """What a patch writes: exactly one of `run`, `vector`, `module` and `zeros`.
 
-    `run`: a name, or the id of a job that captured. Its row at `position` of its prompt number `prompt`, at the patch's own
-    hook and layer; null: at the position that is patched. Or, with `mean`, the mean over `positions` of the run (null: all
-    that it has), in float32.
+    `run`: a name, or the id of a job that captured. The source is its row at `position` of its prompt number `prompt`, at the
+    patch's own hook and layer; a null `position` is the position that is patched. With `mean`, the source is the mean over
+    `positions` of the run (null: all its positions), in float32.
     """
 
     run: Name | None = None
@@ -132,8 +132,8 @@ class PatchSource(Record):
 class PatchSpec(Record):
     """Activation patching: write rows at `hook` of each of `layers`, at `positions`: s → (1 − alpha) · s + alpha · t, in `mask`.
 
-    With alpha 1 bit for bit the source's row t (Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262).
-    At the same site patches come after global steering's replacements and before the request's own; `docs/steering.md`.
+    With alpha = 1 the result is bit for bit the source's row t (Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262).
+    At the same site, patches are applied after global steering's replacements and before the request's own; see `docs/steering.md`.
     """
 
     layers: LayerSelector

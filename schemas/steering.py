@@ -119,10 +119,10 @@ class ModulePage(Record):
 
 
 class GlobalRequest(Record):
-    """Body of `PUT /v1/steering/global`: applied to every request of the model that begins from now on.
+    """Body of `PUT /v1/steering/global`: applied to every request of the model that starts after the change.
 
-    Positions hold for prompts of every length, so they are names, ranges from a position on, or positions from the
-    beginning; what is beyond a prompt's or request's end is not there.
+    Positions apply to prompts of every length, so they are names, ranges that begin at a position, or positions counted from
+    the beginning; those beyond the end of a prompt or request are ignored.
     """
 
     steering: Entries
@@ -180,7 +180,7 @@ class Desired(Record):
 
 
 class RankSteering(Record):
-    """One rank, as `midstream_status` has it; numbers of rows and entries are those of its steering table."""
+    """One rank, as `midstream_status` reports it; the numbers of rows and entries are those of its steering table."""
 
     rank: int
     tp: int
@@ -212,7 +212,7 @@ WorkerState = Literal["serving", "resyncing", "quarantined"]
 
 
 class RankApplied(Record):
-    """What one rank answered when something was applied."""
+    """One rank's answer when a change is applied."""
 
     rank: int
     ok: bool
@@ -220,7 +220,7 @@ class RankApplied(Record):
 
 
 class WorkerSteering(Record):
-    """What a worker reports: published at every change and when asked."""
+    """A worker's report: published at every change and on request."""
 
     worker: str
     boot: str
@@ -252,7 +252,7 @@ class StageAgreement(Record):
 
 
 class Agreement(Record):
-    """Over all workers asked; a worker that did not answer, or a rank without a checksum, is not consistent with anybody."""
+    """Over all workers asked; a worker that did not answer, or a rank without a checksum, counts as inconsistent."""
 
     consistent: bool
     stages: list[StageAgreement]
@@ -267,7 +267,7 @@ class Dynamic(Record):
 
 
 class GlobalView(Record):
-    """Answer of `GET`, `PUT` and `DELETE /v1/steering/global`: what is desired, and how far each worker is."""
+    """Answer of `GET`, `PUT` and `DELETE /v1/steering/global`: the desired state, and how far each worker has applied it."""
 
     model: str
     version: int

@@ -57,7 +57,7 @@ class PairSpan(Record):
 
 
 class SweepPair(Record):
-    """Two prompts and what is asked after them. Without `corrupt`: an ablation."""
+    """Two prompts and the continuations that are measured after them. Without `corrupt`: an ablation."""
 
     clean: Text | TokenIds
     corrupt: Text | TokenIds | None = None
@@ -71,7 +71,7 @@ class SweepPair(Record):
 
 
 class PatchWindow(Record):
-    """How many of the sweep's layers and columns, a cell's own in their middle, are patched together; cut off at the edges."""
+    """How many of the sweep's layers and columns are patched together: centred on the cell, and cut off at the edges."""
 
     layers: Count = 1
     positions: Count = 1
@@ -176,7 +176,7 @@ class UnitRecord(Record):
 
 
 class Baseline(Record):
-    """One of the two prompts without a patch. `value`: in the metric's units; under `recovered`, of the metric it is a share of."""
+    """One of the two prompts without a patch. `value`: in the metric's units; for `recovered`, in the units of the underlying metric."""
 
     value: float
     logprob: float | None  # of the answer, nats
@@ -202,7 +202,7 @@ class PairResult(Record):
 
 
 class Skipped(Record):
-    """Cells without a value. `layers`: of the model."""
+    """Cells without a value. `layers`: layer numbers of the model."""
 
     pair: int
     hook: Hook
@@ -225,7 +225,7 @@ class SweepSummary(Record):
 
 
 class SweepResult(Record):
-    """`JobResult.sweep`. Complete when the job succeeded; before that, what is known by now."""
+    """`JobResult.sweep`. Complete when the job succeeded; before that, what is known so far."""
 
     metric: Metric
     direction: Direction

@@ -16,7 +16,7 @@ class TokenizeRequest(Record):
 
 
 class Tokenized(Record):
-    """Answer of `POST /v1/tokenize`. `token_strs[i]` is how token i reads, leading space included."""
+    """Answer of `POST /v1/tokenize`. `token_strs[i]` is the text of token i, leading space included."""
 
     count: int
     max_model_len: int
@@ -32,7 +32,7 @@ class DetokenizeRequest(Record):
 
 
 class Detokenized(Record):
-    """Answer of `POST /v1/detokenize`: the text, special tokens included, and how each token reads."""
+    """Answer of `POST /v1/detokenize`: the text, special tokens included, and the text of each token."""
 
     prompt: str
     token_strs: list[str]

@@ -355,7 +355,7 @@ def _map(descriptor: int, size: int, path: Path) -> memoryview:
     address = libc.mmap(None, size, _PROT_READ, _MAP_SHARED, descriptor, 0)
     if address == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
-        raise MidstreamError("capture_failed", f"{path} cannot be mapped ({os.strerror(code)}): read fewer requests at once")
+        raise MidstreamError("capture_failed", f"{path} cannot be mapped ({os.strerror(code)}): read fewer requests at a time")
     buffer = (ctypes.c_ubyte * size).from_address(address)
     release = weakref.finalize(buffer, libc.munmap, address, size)  # views refer to the buffer
     release.atexit = False  # the end of the program is not the end of the views: the system unmaps when nothing runs any more

@@ -86,7 +86,9 @@ def too_long(error: TooLong, field: str, model: ModelInfo) -> MidstreamError:
     """The prompt at `field` leaves the model nothing to generate."""
     if error.tokens is None:
         return invalid(field, error.detail)
-    return invalid(field, f"has {error.tokens} tokens and leaves none to generate: the model's limit is {model.max_model_len} in total")
+    return invalid(
+        field, f"has {error.tokens} tokens, which leaves no room to generate: the model's limit is {model.max_model_len} in total"
+    )
 
 
 def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
@@ -178,7 +180,7 @@ def check_cost(parsed: ParsedRequest, prompts: int, characters: int, model_state
     if sum(costs.values()) > RESOLVE_LIMIT:
         raise invalid(
             max(costs, key=lambda field: costs[field]),
-            f"names too many positions over {prompts} prompts",
+            f"selects too many positions over {prompts} prompts",
             allowed="fewer positions or spans, or fewer prompts in one job",
         )
     return sum(costs.values())

@@ -111,8 +111,9 @@ def _why_alone(clean: Tokens, corrupt: Tokens, first: int, last: int, other: int
     if first == last:
         return f"{corrupt.quoted(other, end)} is in the corrupt prompt only, so it has no counterpart"
     return (
-        f"{clean.quoted(first, last)} of the clean prompt is {_tokens(last - first)} and {corrupt.quoted(other, end)}, in its place in the "
-        f"corrupt one, is {_tokens(end - other)}, so they have no counterparts (name them as a span, or give the alignment as a list)"
+        f"{clean.quoted(first, last)} of the clean prompt has {_tokens(last - first)} and {corrupt.quoted(other, end)}, which takes its "
+        f"place in the corrupt prompt, has {_tokens(end - other)}, so they have no counterparts (name them as a span, or give the "
+        "alignment as a list)"
     )
 
 
@@ -124,7 +125,7 @@ def _blocks(clean: Sequence[int], corrupt: Sequence[int]) -> list[tuple[str, int
     middles = clean[head : len(clean) - tail], corrupt[head : len(corrupt) - tail]
     if _matches(*middles) > MOST_MATCHES:
         raise SelectorError(
-            f"the prompts differ in too many tokens, from token {head} on, to align: use `left` or `right`, or give pairs of positions"
+            f"the prompts differ in too many tokens (from token {head} on) to be aligned: use `left` or `right`, or give pairs of positions"
         )
     found = SequenceMatcher(None, *middles, autojunk=False).get_opcodes()
     blocks = [(tag, *(head + place for place in places)) for tag, *places in found]
@@ -173,7 +174,7 @@ def _listed(clean: Tokens, corrupt: Tokens, pairs: Sequence[tuple[int, int]], pa
             total = len(tokens.ids)
             if not -total <= place < total:
                 raise SelectorError(
-                    f"position {place} is beyond the {whose} prompt, which has {total} tokens (0 to {total - 1})", f"[{index}][{side}]"
+                    f"position {place} is out of range: the {whose} prompt has {total} tokens (0 to {total - 1})", f"[{index}][{side}]"
                 )
             resolved.append(place % total)
         mine = resolved[0] if patched == CLEAN else resolved[1]

@@ -81,7 +81,9 @@ def positions_of_each(spec: Spec | SteeringTemplate, bounds: Bounds) -> list[Pos
 def _reachable(positions: PositionSelector, total: int) -> PositionSelector:
     """A range that begins behind everything that a request may have is a mistake."""
     if isinstance(positions, Window) and positions.start >= total:
-        raise SelectorError(f"position {positions.start} is beyond the prompt and generated tokens, at most {total}", ".start")
+        raise SelectorError(
+            f"position {positions.start} is out of range: the prompt and the generated tokens have at most {total} positions", ".start"
+        )
     return positions
 
 
@@ -135,7 +137,7 @@ def _consumers(spec: CaptureSpec, bounds: Bounds) -> list[str]:
 def _run(spec: CaptureSpec, bounds: Bounds) -> None:
     """A source run is files: workers read them when it is needed, also long after."""
     if spec.run is not None and "filesystem" not in spec.consumers:
-        raise ValueError(f"needs rows in files, and consumers are {', '.join(spec.consumers) or 'empty'}: add 'filesystem', or omit run")
+        raise ValueError(f"requires the consumer 'filesystem' (consumers: {', '.join(spec.consumers) or 'none'}): add it, or omit run")
 
 
 CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
@@ -225,7 +227,7 @@ def _check_step(capture: StoredCapture, index: int, bounds: Bounds) -> None:
     if not _fits_step([capture], index, bounds):
         raise invalid(
             "capture",
-            f"prompt {index} may give {_rows_in_step([capture], index, bounds)} rows in one engine step, more than the worker's buffer "
+            f"prompt {index} may produce {_rows_in_step([capture], index, bounds)} rows in one engine step, more than the worker's buffer "
             "holds (setting capture_buffer_mib)",
             allowed=f"at most {bounds.model.capture_row_limit} rows per step: fewer layers, hooks or positions",
         )
@@ -243,13 +245,13 @@ def _check_memory(captures: Sequence[StoredCapture], bounds: Bounds) -> None:
         if size > limit:
             raise invalid(
                 "capture.consumers",
-                f"prompt {index} may give {size} bytes of rows: consumer 'memory' returns at most {model.memory_limit_kib} KiB per prompt "
-                "(setting memory_limit_kib); capture fewer rows, or use 'filesystem' alone",
+                f"prompt {index} may produce {size} bytes of rows: consumer 'memory' returns at most {model.memory_limit_kib} KiB per "
+                "prompt (setting memory_limit_kib); capture fewer rows, or use 'filesystem' alone",
             )
         total += size
     if total > max(limit, MEMORY_JOB_BYTES):
         raise invalid(
             "capture.consumers",
-            f"the job's {len(captures)} prompts may give {total} bytes of rows: consumer 'memory' returns at most "
+            f"the job's {len(captures)} prompts may produce {total} bytes of rows: consumer 'memory' returns at most "
             f"{max(limit, MEMORY_JOB_BYTES) >> 20} MiB per job; send fewer prompts in one job, or use 'filesystem' alone",
         )

@@ -59,7 +59,9 @@ async def continue_prompts(
     try:
         encoded = iter(await codec.encodings([text for _, text in plain], special_tokens=False))
     except TooLong as error:
-        raise invalid(plain[error.index][0], f"after its prompt {error.detail}", allowed=f"{model.max_model_len} in all") from None
+        raise invalid(
+            plain[error.index][0], f"together with its prompt, it {error.detail}", allowed=f"at most {model.max_model_len} tokens in total"
+        ) from None
     made = []
     for field, value, prompts in wanted:
         if isinstance(value, str):
@@ -84,7 +86,7 @@ def _behind(field: str, value: str, prompt: np.ndarray, whole: np.ndarray, codec
     before, after = (codec.words(codec.as_list(ids[first : first + 2 * SHOWN_TOKENS + 1]), None) for ids in (prompt, whole))
     raise invalid(
         field,
-        f"{value!r} changes the tokens before it: the prompt alone ends in {_shown(before)}, with it in {_shown(after)}",
+        f"{value!r} changes the tokens before it: without it the prompt ends in {_shown(before)}, and with it in {_shown(after)}",
         allowed="text that begins with a space after a prompt that does not end with one; or token ids",
     )
 

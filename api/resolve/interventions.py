@@ -59,7 +59,7 @@ def _norm_match(spec: SteeringSpec, bounds: Bounds) -> None:
     hook = one_hook(spec.hook or "post_block", bounds)
     if spec.norm_match and hook not in STREAM_HOOKS:
         streams = ", ".join(name for name in get_args(Hook) if name in STREAM_HOOKS)
-        raise ValueError(f"scales by the length of the residual stream, and {hook} is a branch: steer at {streams}, or omit norm_match")
+        raise ValueError(f"scales by the norm of the residual stream, but {hook} is a branch: steer at {streams}, or omit norm_match")
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
@@ -71,14 +71,14 @@ def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
         return
     if not TENSORS[field].ranked:
         if tensor.shape != [width]:
-            raise ValueError(f"has shape {tensor.shape}: a {field} of this model is [{width}]")
+            raise ValueError(f"has shape {tensor.shape}: it must be [{width}]")
         return
     first, rank = family_of(spec).tensors[0], _rank(spec)
     if field == first and not (tensor.shape == [rank, width] and 1 <= rank <= MAX_RANK):
         raise ValueError(f"has shape {tensor.shape}: it must be [rank, {width}] with rank 1 to {MAX_RANK}")
     wanted = [rank, width] if TENSORS[field].wide else [rank]
     if tensor.shape != wanted:
-        raise ValueError(f"has shape {tensor.shape}: it must be {wanted}, as {first} is {[rank, width]}")
+        raise ValueError(f"has shape {tensor.shape}: it must be {wanted}, because {first} is {[rank, width]}")
 
 
 def _rank(spec: SteeringSpec) -> int:
@@ -99,7 +99,7 @@ def _data(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
     if field == "vector" and family.unit and not values.any():
         raise ValueError(f"is all zeros: {family.flag or family.op} needs a direction")
     if TENSORS[field].ranked and TENSORS[field].wide and (largest := _largest(tensor)) > limit_of(bounds):
-        raise ValueError(f"reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit_of(bounds):.3g}")
+        raise ValueError(f"has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at most {limit_of(bounds):.3g}")
 
 
 def _largest(tensor: Tensor) -> float:
@@ -126,7 +126,9 @@ def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float | None:
     if number is family.scale and spec.vector is not None:
         largest = _largest(spec.vector) * abs(value)
         if not largest <= limit_of(bounds):
-            raise ValueError(f"scale times vector reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit_of(bounds):.3g}")
+            raise ValueError(
+                f"scale times vector has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at most {limit_of(bounds):.3g}"
+            )
     if family.limits is not None and field in family.limits:
         _check_range(field, value, spec, family.limits)
     return value
@@ -149,7 +151,7 @@ def numbers_of(family: Intervention) -> dict[str, Number]:
 def check_limit(family: Intervention, number: Number, value: float) -> None:
     """Raises ValueError for a value beyond the number's limit."""
     if not abs(value) <= number.limit:
-        raise ValueError(f"{value:.3g} is beyond the limit of op {family.written!r}: {-number.limit:g} to {number.limit:g}")
+        raise ValueError(f"{value:.3g} is out of range for op {family.written!r}: {-number.limit:g} to {number.limit:g}")
 
 
 # --- All of them ------------------------------------------------------------------------------------------------------

@@ -75,13 +75,13 @@ def _listed(selector: PositionSelector, tokens: int, end: int) -> PositionSelect
         raise SelectorError("nothing would be patched: with one generated token, none is fed back to the model", "")
     if not isinstance(selector, Window):
         return selector
-    there = f"the model computes at most positions 0 to {end - 1}; the last generated token is not fed back"
+    there = f"the model computes positions 0 to {end - 1} at most; the last generated token is not fed back"
     if selector.start >= end:
         raise SelectorError(f"position {selector.start} is never patched: {there}", ".start")
     if selector.stop is None and end > tokens:
         return selector
     if selector.stop is not None and selector.stop > end:
-        raise SelectorError(f"the range goes up to {selector.stop}: {there}", ".stop")
+        raise SelectorError(f"the range stops at {selector.stop}: {there}", ".stop")
     return list(range(selector.start, end if selector.stop is None else selector.stop))
 
 
@@ -150,10 +150,10 @@ def _of_module(patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dic
         raise invalid(
             at,
             f"module {name!r} is not a single vector: it {why}",
-            allowed=f"a module of one entry, whose op is {' or '.join(_OPS_OF_ONE_VECTOR)}",
+            allowed=f"a module with one entry, of op {' or '.join(_OPS_OF_ONE_VECTOR)}",
         )
     if module.hidden_size != bounds.model.hidden_size:
-        raise invalid(at, f"module {name!r} has hidden size {module.hidden_size}, the model {bounds.model.hidden_size}")
+        raise invalid(at, f"module {name!r} has hidden size {module.hidden_size}, but the model has {bounds.model.hidden_size}")
     (entry,) = module.entries
     _check_reach(at, module.reach[0], bounds)
     return patch.everywhere(entry.tensors[0], entry.scale)
@@ -173,7 +173,7 @@ def _is_no_vector(module: Module) -> str:
 
 def _check_reach(at: str, reach: float, bounds: Bounds) -> None:
     if not reach <= limit_of(bounds):
-        raise invalid(at, f"reaches {reach:.3g}, beyond {bounds.model.dtype}'s {limit_of(bounds):.3g}")
+        raise invalid(at, f"has an element of magnitude {reach:.3g}: {bounds.model.dtype} allows at most {limit_of(bounds):.3g}")
 
 
 def _of_zeros(patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
@@ -226,8 +226,8 @@ def _prompt(patch: Patch, run: RunView, bounds: Bounds) -> RunPrompt:
         detail = f"run {patch.spec.source.run!r} of job {run.job} has no rows of prompt {patch.spec.source.prompt}"
         raise invalid(patch.source("prompt"), detail, allowed="the index of a prompt in that job")
     if prompt.hidden_size != bounds.model.hidden_size:
-        detail = f"run {patch.spec.source.run!r} has rows of hidden size {prompt.hidden_size}, the model has {bounds.model.hidden_size}"
-        raise invalid(patch.source("run"), f"{detail}: it was captured from a different model named {bounds.model.name!r}")
+        detail = f"run {patch.spec.source.run!r} has rows of hidden size {prompt.hidden_size}, but the model has {bounds.model.hidden_size}"
+        raise invalid(patch.source("run"), f"{detail}: it was captured from a different model also named {bounds.model.name!r}")
     return prompt
 
 
@@ -253,13 +253,11 @@ def _rows_of(
     if not isinstance(written, list):
         raise invalid(
             at,
-            f"{which}is required: positions are open-ended here",
+            f"{which}is required, because the patched positions are open-ended",
             allowed="one position, whose row is written to all patched positions, or mean",
         )
     if wanted is not None and len(wanted) != len(written):
-        raise invalid(
-            at, f"{which}gives {len(wanted)} positions for {len(written)} patched ones: give one for each, in their ascending order"
-        )
+        raise invalid(at, f"{which}gives {len(wanted)} positions for {len(written)} patched ones: give one for each, in ascending order")
     shared: dict[int, list[int]] = {}
     for number, place in enumerate(written):
         with _field(at if wanted is None else f"{at}[{number}]"):
@@ -275,14 +273,14 @@ def _captured(place: int, prompt: RunPrompt) -> int:
     """A position of the run's prompt, negative from its end. Raises SelectorError when the run has no row of it."""
     position = place + prompt.tokens if place < 0 else place
     if position < 0:
-        raise SelectorError(f"position {place} is before the run's prompt, which has {prompt.tokens} tokens")
+        raise SelectorError(f"position {place} is out of range: the run's prompt has {prompt.tokens} tokens")
     _check_has([position], prompt)
     return position
 
 
 def _check_has(positions: Iterable[int], prompt: RunPrompt) -> None:
     if missing := set(positions) - set(prompt.positions):
-        raise SelectorError(f"position {min(missing)} was not captured: the run has {as_ranges(prompt.positions, SHOWN_RANGES)}")
+        raise SelectorError(f"position {min(missing)} was not captured: the run has positions {as_ranges(prompt.positions, SHOWN_RANGES)}")
 
 
 def _mean_of(patch: Patch, prompt: RunPrompt) -> tuple[int, ...]:
@@ -303,7 +301,7 @@ def _mean_of(patch: Patch, prompt: RunPrompt) -> tuple[int, ...]:
         chosen = list(select(selector, 0, max(last + 1, prompt.tokens), prompt.tokens))
         _check_has(chosen, prompt)
     if (ranges := as_ranges(chosen).count(",") + 1) > MAX_MEAN_RANGES:
-        raise SelectorError(f"covers {ranges} ranges: a mean may cover {MAX_MEAN_RANGES}")
+        raise SelectorError(f"covers {ranges} ranges: a mean may cover at most {MAX_MEAN_RANGES}")
     return () if chosen == prompt.positions else tuple(chosen)
 
 

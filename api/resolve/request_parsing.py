@@ -146,7 +146,7 @@ def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[Parse
     if not prompt:
         raise invalid("prompt", "is empty: give text or token ids")
     if len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
-        raise invalid("prompt", f"holds {len(prompt)} prompts", allowed=f"at most {MAX_PROMPTS}")
+        raise invalid("prompt", f"has {len(prompt)} prompts", allowed=f"at most {MAX_PROMPTS}")
     ids = [item for item in prompt if isinstance(item, int)]
     if len(ids) == len(prompt):
         return [ParsedPrompt("prompt", ids)]

@@ -113,14 +113,14 @@ def _check_fits(module: Module, number: int, entry: SteeringTemplate, bounds: Bo
     """A model may come back under its name with other sizes."""
     model = bounds.model
     if module.hidden_size != model.hidden_size:
-        wrong = f"has hidden size {module.hidden_size}, the model {model.hidden_size}"
+        wrong = f"has hidden size {module.hidden_size}, but the model has {model.hidden_size}"
     elif entry.layers[-1] >= model.num_layers:
         wrong = f"has layer {entry.layers[-1]} in entry {number}; the model has layers 0 to {model.num_layers - 1}"
     elif entry.hook not in model.hooks:
         wrong = f"has hook {entry.hook} in entry {number}; the model has {', '.join(model.hooks)}"
     else:
         return
-    raise invalid(f"{at}.module", f"module {module.name!r} {wrong}; it was registered for a different model named {model.name!r}")
+    raise invalid(f"{at}.module", f"module {module.name!r} {wrong}; it was registered for a different model also named {model.name!r}")
 
 
 def _check_scale(entry: SteeringTemplate, reach: float, scale: float, bounds: Bounds, at: str) -> None:
@@ -133,7 +133,9 @@ def _check_scale(entry: SteeringTemplate, reach: float, scale: float, bounds: Bo
         raise invalid(f"{at}.scale", f"{scale:.3g} times the module's {number.name}: {error}") from error
     if not reach * abs(scale) <= limit_of(bounds):
         largest, limit = reach * abs(scale), limit_of(bounds)
-        raise invalid(f"{at}.scale", f"scale times vector reaches {largest:.3g}, beyond {bounds.model.dtype}'s {limit:.3g}")
+        raise invalid(
+            f"{at}.scale", f"scale times vector has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at most {limit:.3g}"
+        )
 
 
 def _own_positions(module: Module, number: int, entry: SteeringTemplate, bounds: Bounds, at: str) -> list[PositionSelector]:
@@ -268,7 +270,7 @@ def _listed(asked: RequestedPositions, model: ModelInfo) -> int:
 
 def _check_for_everyone(asked: RequestedPositions, at: str) -> None:
     """Raises a 400 for positions that need to know the prompt."""
-    allowed = "a name, positions from 0 on, or a range with `start` and `stop` from 0 on"
+    allowed = "a name, positions of 0 or more, or a range with `start` and `stop` of 0 or more"
     for index, item in enumerate(asked if isinstance(asked, list) else [asked]):
         where = f"{at}[{index}]" if isinstance(asked, list) and not at.endswith(".module") else at
         if isinstance(item, Span) and not item.is_range:

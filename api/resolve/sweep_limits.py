@@ -41,7 +41,7 @@ def _check_columns(sweep: StoredSweep) -> None:
 def _check_window(sweep: StoredSweep) -> None:
     for name, there in (("layers", len(sweep.layers)), ("positions", sweep.num_columns)):
         if (wanted := getattr(sweep.window, name)) > there:
-            raise invalid(f"window.{name}", f"{wanted} exceeds the number of cells in the sweep", allowed=f"1 to {there}")
+            raise invalid(f"window.{name}", f"{wanted} exceeds the number of {name} in the sweep", allowed=f"1 to {there}")
 
 
 def _check_cells(sweep: StoredSweep, settings: Settings) -> None:
@@ -54,7 +54,7 @@ def _check_cells(sweep: StoredSweep, settings: Settings) -> None:
 def too_many_cells(found: str, limit: int) -> MidstreamError:
     return invalid(
         "pairs",
-        f"come to {found}",
+        f"the sweep has {found}",
         allowed=f"at most {limit} (setting sweep_cells): fewer layers, hooks or positions, spans instead of single positions, "
         "or fewer pairs in one sweep",
     )
@@ -68,7 +68,7 @@ def _check_lengths(sweep: StoredSweep, model: ModelInfo) -> None:
                 clean = is_base == (sweep.direction == "noise" or sweep.ablation is not None)
                 raise invalid(
                     f"pairs[{index}].{CLEAN if clean else CORRUPT}",
-                    f"has {len(ids)} tokens, and {behind} follow: the model's limit is {model.max_model_len} in total",
+                    f"has {len(ids)} tokens, followed by {behind} more: the model's limit is {model.max_model_len} in total",
                 )
 
 
@@ -91,7 +91,7 @@ def _check_room(sweep: StoredSweep, model: ModelInfo, global_steering: GlobalSte
     taken = Room(len(rows), sum(row.num_vectors for row in rows))
     for name, wanted, held, there in zip(Room._fields, needed, taken, (model.steering_rows, model.steering_entries), strict=True):
         if there and wanted + held > there:
-            words = f"the largest cell needs {wanted} {name} of the steering table, and the worker has {there} (setting steering_{name})"
+            words = f"the largest cell needs {wanted} {name} of the steering table, but the worker has {there} (setting steering_{name})"
             words += f", of which global steering takes {held}" if held else ""
             raise invalid(
                 "pairs" if sweep.window == PatchWindow() else "window", words, allowed="a smaller window, or spans of fewer tokens"

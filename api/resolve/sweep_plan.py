@@ -112,7 +112,7 @@ def _check_asked(request: SweepRequest) -> None:
     if ablation and request.metric == "recovered":
         raise invalid(
             "metric",
-            "'recovered' compares two prompts, and an ablation has one",
+            "'recovered' compares two prompts, but an ablation has only one",
             allowed="logprob, logit_diff, kl; or omit ablation",
         )
     for index, pair in enumerate(request.pairs):
@@ -323,7 +323,7 @@ def _resolved(asked: RequestedPositions, prompt: ReadPrompt, field: str, whose: 
     tokens = len(prompt.ids)
     if isinstance(asked, str) and asked not in ("all_prompt", "last_prompt"):
         raise invalid(
-            field, f"{asked!r} selects generated tokens, and a sweep generates none", allowed="all_prompt, last_prompt, or a list"
+            field, f"{asked!r} selects generated tokens, but a sweep generates none", allowed="all_prompt, last_prompt, or a list"
         )
     find: SpanFinder = no_text if prompt.where is None else prompt.where.find
     try:
@@ -337,7 +337,7 @@ def _inside(positions: PositionSelector, tokens: int) -> PositionSelector:
     if isinstance(positions, Window):
         for name, place in (("start", positions.start), ("stop", (positions.stop or 1) - 1)):
             if place >= tokens:
-                raise SelectorError(f"position {place} is beyond the prompt, which has {tokens} tokens (0 to {tokens - 1})", f".{name}")
+                raise SelectorError(f"position {place} is out of range: the prompt has {tokens} tokens (0 to {tokens - 1})", f".{name}")
     return positions
 
 
@@ -355,7 +355,7 @@ def _check_cost(request: SweepRequest, pairs: Sequence[_Pair], limit: int) -> No
             total += max(_cost(asked, prompt) for prompt in (pair.clean, pair.base))
             if total > RESOLVE_LIMIT:
                 raise invalid(
-                    f"{pair.at}.{field}", "names too many positions", allowed="fewer positions or spans, or fewer pairs in one sweep"
+                    f"{pair.at}.{field}", "selects too many positions", allowed="fewer positions or spans, or fewer pairs in one sweep"
                 )
 
 

@@ -95,7 +95,7 @@ class TextMap:
             at = self.text.find(part, at + len(part))
         if not starts:
             shown = self.text if len(self.text) <= SHOWN_CHARACTERS else self.text[:SHOWN_CHARACTERS] + "…"
-            raise SelectorError(f"{part[:SHOWN_CHARACTERS]!r} occurs 0 times in the prompt, which begins {shown!r}", ".text")
+            raise SelectorError(f"{part[:SHOWN_CHARACTERS]!r} does not occur in the prompt, which begins {shown!r}", ".text")
         return starts
 
 

@@ -135,11 +135,14 @@ class Streamed:
     def _check(self, deadline: float) -> None:
         """Raises when the stream cannot be held any longer; the job goes on."""
         if self.context.closing:
-            raise MidstreamError("unavailable", f"the server is stopping; job {self.job_id} continues: follow it there")
+            raise MidstreamError(
+                "unavailable", f"the server is stopping; job {self.job_id} continues: follow it with GET /v1/jobs/{self.job_id}/events"
+            )
         if time.monotonic() >= deadline:
             raise MidstreamError(
                 "unavailable",
-                f"responses are held for at most {self.context.settings.max_wait_s:g} s; job {self.job_id} continues: follow it there",
+                f"responses are held for at most {self.context.settings.max_wait_s:g} s; job {self.job_id} continues: follow it with "
+                f"GET /v1/jobs/{self.job_id}/events",
             )
 
     async def _ending(self, view: JobView) -> bytes:

@@ -152,7 +152,7 @@ async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     "/v1/captures/{job_id:str}",
     status_code=204,
     summary="Delete a job's captures",
-    description="The manifest and the files are then answered 410. Downloads in progress complete. The job's record stays.",
+    description="Afterwards the manifest and the files return 410. Downloads in progress complete. The job's record stays.",
     responses=CAPTURE_ERRORS,
 )
 async def delete_captures(job_id: JobId, request: JsonRequest) -> None:
@@ -171,7 +171,7 @@ async def delete_captures(job_id: JobId, request: JsonRequest) -> None:
 )
 async def get_file(
     job_id: JobId,
-    name: Annotated[str, PathParameter(max_length=MAX_NAME, description="`name` of the manifest")],
+    name: Annotated[str, PathParameter(max_length=MAX_NAME, description="`name` in the manifest")],
     request: JsonRequest,
     known: Known = None,
 ) -> Response[Any]:
@@ -230,7 +230,7 @@ async def get_safetensors(
             raise pending
         if tag is not None and any(entry.request == prompt for entry in results.files):
             raise MidstreamError("not_found", f"job {job_id} has no capture under the tag {tag!r}", field="tag")
-        raise MidstreamError("not_found", f"job {job_id} has no capture of prompt {prompt} in files", field="request")
+        raise MidstreamError("not_found", f"job {job_id} has no capture files of prompt {prompt}", field="request")
     blobs = await _read(context, job_id, entries, _open)
     sites = _chosen(blobs[0].header.manifest.all_sites, wanted, None if hook is None else ALIASES.get(hook, hook))
     if len(entries) == 1 and sites == entries[0].sites:

@@ -267,7 +267,7 @@ def _own(modules: Mapping[str, str], tenant: str) -> dict[str, str]:
 @get(
     "/v1/steering/dynamic",
     summary="Steering applied by the ranks, and whether they agree",
-    description="Queries every live worker. Answers 200 even if ranks differ or a worker does not answer: see `determinism`.",
+    description="Queries every live worker. Answers with 200 even if ranks differ or a worker does not answer: see `determinism`.",
     responses=ERRORS,
 )
 async def get_dynamic(request: JsonRequest, model: Model = None) -> Dynamic:

@@ -99,7 +99,7 @@ async def list_disabled(request: JsonRequest, tenant: Whose = None) -> DisabledL
 )
 async def enable(
     request: JsonRequest,
-    url: Annotated[str, QueryParameter(max_length=MAX_URL, description="The receiver, as `GET /v1/webhooks/disabled` has it")],
+    url: Annotated[str, QueryParameter(max_length=MAX_URL, description="The receiver, as `GET /v1/webhooks/disabled` lists it")],
     tenant: Whose = None,
 ) -> None:
     caller = caller_of(request)

@@ -101,7 +101,10 @@ class JsonRequest(Request[Any, Any, Any]):
         if media != "application/json":
             allowed = ", ".join(("application/json", *(FILE_TYPES if self.route_handler.opt.get("file") else ())))
             raise MidstreamError(
-                "unsupported_media_type", f"the body is {media or 'without a content type'}", field="Content-Type", allowed=allowed
+                "unsupported_media_type",
+                f"the body has content type {media}" if media else "the body has no content type",
+                field="Content-Type",
+                allowed=allowed,
             )
         wanted = self.route_handler.parsed_data_field
         body = await self.body()

@@ -110,7 +110,7 @@ def delete(store: ArtifactStore, jobs: Collection[str], keep: Collection[str] = 
     done = [job for job in jobs if job not in failed and job not in busy]
     if failed:
         job, first = next(iter(failed.items()))
-        raise RemovalError(f"{len(failed)} of {len(jobs)} jobs, first {job}: {first}", done)
+        raise RemovalError(f"{len(failed)} of {len(jobs)} jobs, the first of them {job}: {first}", done)
     return done
 
 

@@ -93,5 +93,5 @@ class AofBarrier:
         self._run = server["run_id"]
         waited = time.monotonic() - since
         if run not in ("", self._run) and waited > BACK_S and server["uptime_in_seconds"] < waited + MARGIN_S:
-            raise redis.exceptions.ConnectionError("Redis was restarted, perhaps without what it had answered before")
+            raise redis.exceptions.ConnectionError("Redis was restarted and may have lost writes that it had already acknowledged")
         return dict(answer)

@@ -243,7 +243,7 @@ class Ledger:
         if outcome == b"refused":
             return None
         if outcome == b"behind":
-            raise ClaimRefused("behind", f"global steering version {int(rest[0])} is required, the worker has {global_version}")
+            raise ClaimRefused("behind", f"global steering version {int(rest[0])} is required, but the worker has {global_version}")
         if outcome == b"desynced":
             raise ClaimRefused("desynced", rest[0].decode())
         attempt = int(rest[0])

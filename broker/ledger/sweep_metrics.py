@@ -28,7 +28,7 @@ def grades(pair: StoredPair, nodes: Sequence[Node], graded: Sequence[Sequence[fl
     for number, (node, values) in enumerate(zip(nodes, graded, strict=True)):
         expected = len(node.token_ids) + (compared and number == 0)
         if len(values) != expected:
-            raise ValueError(f"{len(values)} values of the next token were returned, {expected} were requested")
+            raise ValueError(f"{len(values)} values of the next token were returned, but {expected} were requested")
         if not all(map(math.isfinite, values)):
             raise ValueError(f"the returned values of the next token are not finite: {list(values)}")
     known = {
@@ -85,7 +85,7 @@ def useless_baseline(base: float, source: float, noise: Sequence[float]) -> str:
     if difference >= needed:
         return ""
     return (
-        f"the two prompts differ too little for `recovered`: {base:.4f} for the patched prompt, {source:.4f} for the other, a difference "
-        f"of {difference:.4f} nats where {needed:.4f} are needed (an empty patch changes {floor:.4f}); use prompts that "
-        "differ in the answer, or another metric"
+        f"the two prompts differ too little for `recovered`: {base:.4f} nats for the patched prompt and {source:.4f} for the other, a "
+        f"difference of {difference:.4f}; at least {needed:.4f} are needed (a no-op patch changes the value by {floor:.4f}); use prompts "
+        "that differ in the answer, or another metric"
     )

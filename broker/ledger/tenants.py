@@ -19,13 +19,13 @@ DEFAULTED = ("requests_per_minute", "tokens_per_minute", "jobs_in_flight", "capt
 
 #: Name of a limit → kind of problem, its detail, and what would be accepted.
 REFUSALS: dict[str, tuple[str, str]] = {
-    "queue_limit": ("overloaded", "{used} jobs are waiting, the limit is {allowed} (setting queue_limit)"),
-    "redis_fill": ("overloaded", "Redis memory would be {used} % full, the limit for new jobs is {allowed} % (setting redis_fill_limit)"),
-    "jobs_in_flight": ("too_many_jobs", "tenant {tenant} has {used} jobs in flight, the limit is {allowed}"),
+    "queue_limit": ("overloaded", "{used} jobs are waiting; the limit is {allowed} (setting queue_limit)"),
+    "redis_fill": ("overloaded", "Redis memory would be {used} % full; the limit for new jobs is {allowed} % (setting redis_fill_limit)"),
+    "jobs_in_flight": ("too_many_jobs", "tenant {tenant} has {used} jobs in flight; the limit is {allowed}"),
     "sweep_cells": ("too_many_cells", "{used} cells of tenant {tenant}'s sweeps are waiting or running, and this sweep has {more}"),
     "sweep_cells_waiting": ("too_many_cells", "{used} cells of other sweeps are waiting or running, and this sweep has {more}"),
-    "capture_mib": ("capture_limit", "the capture files of tenant {tenant} use {used} MiB, the limit is {allowed} MiB"),
-    "modules": ("module_limit", "tenant {tenant} has {used} named modules, the limit is {allowed}"),
+    "capture_mib": ("capture_limit", "the capture files of tenant {tenant} use {used} MiB; the limit is {allowed} MiB"),
+    "modules": ("module_limit", "tenant {tenant} has {used} named modules; the limit is {allowed}"),
     "module_mib": ("module_limit", "with this module of {more} MiB, tenant {tenant} exceeds its limit of {allowed} MiB of named modules"),
     "requests_per_minute": ("rate_limited", "tenant {tenant} may submit {allowed} requests per minute"),
     "tokens_per_minute": ("rate_limited", "tenant {tenant} may submit {allowed} tokens per minute and has used {used}"),
@@ -39,11 +39,11 @@ ALLOWED: dict[str, str] = {
 }
 #: Name of a limit → problem of a single item larger than the limit, for which waiting does not help: field,
 #: message, what would be accepted.
-_TOO_MANY_CELLS = ("pairs", "give {more} cells", "at most {allowed} over all sweeps (limit {name}): a smaller sweep")
+_TOO_MANY_CELLS = ("pairs", "the sweep has {more} cells", "at most {allowed} over all sweeps (limit {name}): a smaller sweep")
 TOO_LARGE: dict[str, tuple[str, str, str]] = {
     "sweep_cells": _TOO_MANY_CELLS,
     "sweep_cells_waiting": _TOO_MANY_CELLS,
-    "module_mib": ("steering", "is {more} MiB", "at most {allowed} MiB over all modules (limit {name}): a smaller module"),
+    "module_mib": ("steering", "the module is {more} MiB", "at most {allowed} MiB over all modules (limit {name}): a smaller module"),
 }
 MIB = 1 << 20
 

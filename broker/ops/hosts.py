@@ -32,8 +32,8 @@ def named(settings: Settings) -> frozenset[str]:
     for name in names:
         if not _is_address(name) and host_of(name) != name.lower():
             raise SettingsError(
-                f"MIDSTREAM_ALLOWED_HOSTS: {name!r} is neither a host name nor an address (such as midstream.example,10.0.0.7, "
-                "without scheme and port)"
+                f"MIDSTREAM_ALLOWED_HOSTS: {name!r} is neither a host name nor an address; give them without scheme and port, such "
+                "as midstream.example,10.0.0.7"
             )
     return frozenset(name.lower() for name in names)
 
@@ -73,7 +73,10 @@ class Hosts:
             return
         if self._open and method not in SAFE and not all(self._our_page(origin, host_of(hosts[0])) for origin in origins):
             raise MidstreamError(
-                "cross_site", f"a page of {', '.join(origins)[:200]!r} may not send this request", field="Origin", allowed=self._allowed
+                "cross_site",
+                f"a page of {', '.join(origins)[:200]!r} is not allowed to send this request",
+                field="Origin",
+                allowed=self._allowed,
             )
 
     def _our_page(self, origin: str, called: str) -> bool:

@@ -79,7 +79,7 @@ class Consumer(CeleryConsumer):
     def _await_writes(self, exc: Exception) -> None:
         """Wait for a Redis that answers but refuses writes (full disk, full memory, read-only); Celery handles an unreachable one."""
         if isinstance(exc, ResponseError):
-            logger.error("Redis rejects writes, no jobs are taken until it accepts them: %s", exc)
+            logger.error("Redis rejects writes; no jobs are taken until it accepts them: %s", exc)
             await_writes(self.app.conf.broker_url, maybe_shutdown)
             logger.warning("Redis accepts writes again")
 
@@ -102,4 +102,4 @@ def settle(act: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         message = act.__self__  # type: ignore[attr-defined]
         if not is_closed(message.channel):
             raise
-        logger.warning("message %s stays unacknowledged, its connection is closed: %s", message.delivery_tag, error)
+        logger.warning("message %s stays unacknowledged; its connection is closed: %s", message.delivery_tag, error)

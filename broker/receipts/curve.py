@@ -173,7 +173,7 @@ def with_kept_keys(settings: Settings, worker: str = "") -> Settings:
     if not settings.curve_dir:
         return settings
     if settings.curve_secret_file or settings.curve_clients_dir or settings.curve_server_key:
-        raise SettingsError("curve_dir and other curve_… settings are both set: use either")
+        raise SettingsError("curve_dir and other curve_… settings are both set: use one or the other")
     if worker == RELAY:
         raise SettingsError(f"worker_id={worker!r}: with curve_dir, this is the name of the relay's key; use another")
     folder = Path(settings.curve_dir)

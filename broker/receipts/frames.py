@@ -81,7 +81,7 @@ class ProtocolMismatch(FrameError):
     """The other side speaks another version of the protocol."""
 
     def __init__(self, theirs: int, refusal: Refusal | None = None):
-        super().__init__(f"the peer uses relay protocol {theirs}, this side {PROTOCOL} (midstream {__version__})")
+        super().__init__(f"the peer uses relay protocol {theirs}, but this side uses {PROTOCOL} (midstream {__version__})")
         self.theirs = theirs
         self.refusal = refusal  # when the frame said why
 
@@ -117,7 +117,7 @@ def refuse(raw: bytes, reason: str, detail: str) -> bytes:
     """A REFUSED frame that answers the bytes in `raw`, whatever they are."""
     peer = raw[0] if raw else 0
     if reason == "protocol":
-        detail = f"the relay uses protocol {PROTOCOL} (midstream {__version__}), the sender {peer}: {detail}"
+        detail = f"the relay uses protocol {PROTOCOL} (midstream {__version__}), but the sender uses {peer}: {detail}"
     seq = int.from_bytes(raw[2 + EPOCH_BYTES : HEADER_BYTES], "big") if len(raw) >= HEADER_BYTES else 0
     refusal = Refusal(reason, detail, PROTOCOL, __version__, peer)
     return pack(Kind.REFUSED, NO_EPOCH, seq, to_msgpack(refusal))

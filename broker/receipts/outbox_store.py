@@ -306,7 +306,7 @@ class Store:
             if part.exists():
                 part.rename(part.with_name(part.name + suffix))
         told = f"epoch {known.epoch} ended at {known.last}" if known else "its contents are unknown: its jobs will time out"
-        log.error("outbox %s is damaged (%s): moved aside as *%s, a new epoch starts; %s", self.path, damage, suffix, told)
+        log.error("outbox %s is damaged (%s): moved aside as *%s, and a new epoch starts; %s", self.path, damage, suffix, told)
 
     def _held(self) -> list[tuple[int, str]]:
         """Which receipts have not been acknowledged, or are still there: also those that only the job log knows."""

@@ -199,7 +199,7 @@ class Relay:
             identity, raw = message[0], message[1] if len(message) == 2 else b""
             try:
                 if len(message) != 2:
-                    raise FrameError(f"a message must have one part, this one has {len(message) - 1}")
+                    raise FrameError(f"a message must have one part; this one has {len(message) - 1}")
                 frame = frames.unpack(raw)
                 self._check_key(identity, key)
                 batch.add(identity, frame)
@@ -290,11 +290,11 @@ class Relay:
                 if barrier.passed(answer):
                     return {stream: int(mark or 0) for stream, mark in zip(streams, found, strict=True)}
                 if self._stopping or time.monotonic() >= deadline:
-                    self._complain("written", "Redis cannot write its log, receipts stay unacknowledged")
+                    self._complain("written", "Redis cannot write its log; receipts stay unacknowledged")
                     return {}
                 time.sleep(PAUSE_S)
         except (redis.RedisError, OSError) as error:
-            self._complain("redis", "Redis is unreachable, receipts stay unacknowledged: %s", error)
+            self._complain("redis", "Redis is unreachable; receipts stay unacknowledged: %s", error)
             return {}
 
     def _patiently(self, stream: Stream, call: Callable[[], int]) -> int | None:
@@ -308,7 +308,7 @@ class Relay:
                     self._gave_up = True
                     log.warning("stopping without Redis (%s): receipts stay in their outboxes", error)
                     break
-                self._complain("redis", "Redis is unreachable, receipts stay unacknowledged: %s", error)
+                self._complain("redis", "Redis is unreachable; receipts stay unacknowledged: %s", error)
                 self._pause(pause)
                 pause = min(2 * pause, MAX_RETRY_S)
             except redis.RedisError as error:

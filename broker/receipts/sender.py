@@ -357,7 +357,7 @@ class Sender(threading.Thread):
             self._tell(socket, LostRange(mark + 1, former.last, jobs, f"the outbox of rank {self._store.rank} was damaged"))
         elif mark > self._highest_sent:
             log.error(
-                "outbox %s was restored to an older state: the relay has receipts up to %d, the outbox ends at %d; a new epoch starts",
+                "outbox %s was restored to an older state: the relay has receipts up to %d, but the outbox ends at %d; a new epoch starts",
                 self._store.path,
                 mark,
                 self._highest_sent,

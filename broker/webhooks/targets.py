@@ -19,7 +19,7 @@ METADATA = "a cloud metadata address"
 _EXTRA_V4 = {
     IPv4Network("192.0.0.0/24"): "reserved",
     IPv4Network("192.88.99.0/24"): "reserved",
-    IPv4Network("100.64.0.0/10"): "in a carrier's network (CGNAT)",
+    IPv4Network("100.64.0.0/10"): "in the carrier-grade NAT range (CGNAT)",
 }
 #: All of IPv6 that is anybody's receiver lies here, or leads to an IPv4 address through NAT64.
 _GLOBAL_V6 = IPv6Network("2000::/3")

@@ -77,7 +77,7 @@ class Blob:
         except DamagedBlob as error:
             raise _damaged(place.path, str(error)) from error
         if self.header.end != len(data):
-            more = f"{len(data)} bytes, the first blob has {self.header.end}"
+            more = f"{len(data)} bytes, but the first blob has {self.header.end}"
             raise _damaged(place.path, f"it is not a complete blob: it has {more}")
 
     def raw(self, name: str) -> np.ndarray:
@@ -179,7 +179,9 @@ def expand(places: Iterable[Place], job: str | None) -> list[Place]:
             except FileNotFoundError:
                 raise gone(place.path) from error
             index, segment = place.path.with_suffix(".jsonl"), place.path
-            raise MidstreamError("capture_failed", f"{index} is missing: without it nobody knows whose blobs {segment} holds") from error
+            raise MidstreamError(
+                "capture_failed", f"{index} is missing: without it, the owners of the blobs in {segment} are unknown"
+            ) from error
     return list(dict.fromkeys(found))
 
 

@@ -60,7 +60,7 @@ class _Request:
         stages = ", ".join(str(pp) for pp in sorted({blob.header.manifest.pp for blob in self.blobs}))
         return (
             f"request {self.manifest.request} is incomplete: {names} ({len(missing)} tensors) are missing; "
-            f"of {self.manifest.stages} stages only {stages} present"
+            f"stages present: {stages}, of {self.manifest.stages} in total"
         )
 
     @property
@@ -307,7 +307,7 @@ class CaptureReader:
         if len(there) >= self._expected:
             return ""
         ranges = as_ranges(there, _SHOWN_RANGES)
-        return f"job {self.job} captured {self._expected} requests, and files of {len(there)} exist: {ranges}"
+        return f"job {self.job} captured {self._expected} requests, but files exist for only {len(there)}: {ranges}"
 
     def _of(self, request: int) -> _Request:
         if request not in self._requests:
@@ -340,7 +340,7 @@ class CaptureReader:
 def _from_the_end(layer: int, manifest: Manifest) -> int:
     """The layer that a negative number names, counted from the model's last."""
     if not manifest.num_layers:
-        detail = f"layer {layer} counts from the model's last layer, and this capture does not record the number of layers"
+        detail = f"layer {layer} counts from the model's last layer, but this capture does not record the number of layers"
         raise invalid("layer", detail, allowed="a layer from 0 on: an older version of Midstream wrote this capture")
     if layer < -manifest.num_layers:
         raise invalid("layer", f"{layer} is below the first layer", allowed=f"{-manifest.num_layers} to {manifest.num_layers - 1}")
@@ -363,13 +363,15 @@ def _check(blob: Blob) -> Check:
     if promised is None:
         wrong.append(f"{PurePosixPath(index_of(blob.place.key)).name} is missing: without it the CRC32 cannot be checked")
     elif promised != (blob.size, crc):
-        wrong.append(f"{blob.size} bytes with CRC32 {crc:08x}, the manifest says {promised[0]} with {promised[1]:08x}")
+        wrong.append(f"{blob.size} bytes with CRC32 {crc:08x}, but the manifest lists {promised[0]} with {promised[1]:08x}")
     rows = len(manifest.positions)
     for hook, layers in manifest.sites.items():
         for layer in layers:
             tensor = blob.header.tensors.get(f"{hook}.{layer}")
             if tensor is None or tensor.shape != [rows, manifest.hidden_size]:
-                wrong.append(f"{hook}.{layer} is {'missing' if tensor is None else tensor.shape}, not [{rows}, {manifest.hidden_size}]")
+                wrong.append(
+                    f"{hook}.{layer} is {'missing' if tensor is None else tensor.shape} (expected: [{rows}, {manifest.hidden_size}])"
+                )
     for name, values in (("positions", manifest.positions), ("token_ids", manifest.token_ids)):
         if name not in blob.header.tensors or blob.unchecked(name).tolist() != values:
             wrong.append(f"the tensor {name} does not match the manifest")

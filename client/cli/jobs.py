@@ -71,7 +71,7 @@ def submit(
     ] = None,
     every_n: Annotated[int | None, typer.Option(help="Only every n-th generated token.", **CAPTURE)] = None,
     at: Annotated[str | None, typer.Option(help="before (default) or after steering at the same site.", **CAPTURE)] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"model (if left out), {options.one_of(get_args(RowDType)[1:])}.", **CAPTURE)] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"model (default), {options.one_of(get_args(RowDType)[1:])}.", **CAPTURE)] = None,
     layout: Annotated[str | None, typer.Option(help="auto (default), packed, per_file or segment.", **CAPTURE)] = None,
     consumer: Annotated[list[str] | None, typer.Option(help="Consumers of the rows: filesystem (default), memory, …", **CAPTURE)] = None,
     tag: Annotated[str | None, typer.Option(help="Folder name of the capture; default: default.", **CAPTURE)] = None,

@@ -133,7 +133,7 @@ def logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing new lines until Ctrl-C.")] = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Show the logs of the stack's processes on this machine, also after it has stopped."""
+    """Show the logs of the stack's processes on this machine, even after it has stopped."""
     folder = _folder(data_dir) / "logs"
     files = {path.stem: path for path in sorted(folder.glob("*.log"))}
     if not files:
@@ -192,7 +192,7 @@ def down(
         _signal(stack)
     if not wait_for(lambda: instance_of(stack.pid) != stack.instance, timeout):
         detail = f"the stack on {data} (pid {stack.pid}) is still stopping after {timeout:.0f} s"
-        raise MidstreamError("conflict", detail, allowed="`midstream down --now` kills it, `midstream logs` shows its logs")
+        raise MidstreamError("conflict", detail, allowed="`midstream down --now` kills it, and `midstream logs` shows its logs")
     out.print(f"stopped the stack on {data}", markup=False, soft_wrap=True)
 
 

@@ -97,7 +97,7 @@ def find_url(given: str | None = None, settings: Settings | None = None, *, sure
     is_placed = (settings.api_host, settings.api_port) != (default.api_host, default.api_port)
     if sure and not is_placed and (stack is not None or settings.data_dir != default.data_dir):
         why = "is still starting" if stack is not None else "is not running"
-        raise ServerUnreachable(f"the stack on {data} {why}; `midstream up` starts it, `midstream status` shows it")
+        raise ServerUnreachable(f"the stack on {data} {why}; `midstream up` starts it, and `midstream status` shows it")
     url = f"http://{reachable(settings.api_host)}:{settings.api_port}"
     if sure and is_local(settings.api_host) and (owner := owner_of(settings.api_port)) not in (None, os.getuid()):
         raise ServerUnreachable(f"the server at {url} belongs to another user (uid {owner}): pass `url` explicitly to use it")

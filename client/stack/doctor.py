@@ -133,7 +133,10 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
     said = f"{used / 2**20:.0f} of {limit / 2**20:.0f} MiB used ({share:.0%})"
     if share >= settings.redis_fill_limit:
         yield Finding(
-            "fail", "redis memory", f"{said}: submissions are answered 503", "raise maxmemory, or let results expire sooner (result_ttl_s)"
+            "fail",
+            "redis memory",
+            f"{said}: submissions are answered with 503",
+            "raise maxmemory, or let results expire sooner (result_ttl_s)",
         )
     elif share >= MEMORY_WARN:
         yield Finding("warn", "redis memory", said, f"at {settings.redis_fill_limit:.0%} submissions are refused: raise maxmemory")
@@ -149,7 +152,7 @@ def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Findi
     if info.get("aof_last_write_status", "ok") != "ok" or info.get("aof_last_bgrewrite_status", "ok") != "ok":
         yield Finding("fail", "redis AOF", "the last write or rewrite failed", "check its log and its free disk space")
     if appendfsync is None:
-        yield Finding("ok", "redis AOF", "on; appendfsync may not be read by this user")
+        yield Finding("ok", "redis AOF", "on; this user is not allowed to read appendfsync")
     elif appendfsync == "no":
         yield Finding("fail", "redis AOF", "appendfsync is no: the last 30 seconds may be lost", "`CONFIG SET appendfsync everysec`")
     else:
@@ -208,7 +211,7 @@ def _version(about: str, version: str, more: str = "") -> Finding:
     said = f"version {version}{' ' + more if more else ''}"
     if version == __version__:
         return Finding("ok", about, said)
-    return Finding("warn", about, f"{said}, this one is {__version__}", "run one version everywhere: see the notes on upgrades")
+    return Finding("warn", about, f"{said}; this one is {__version__}", "run one version everywhere: see the notes on upgrades")
 
 
 # --- What goes on -----------------------------------------------------------------------------------------------------------
@@ -250,7 +253,7 @@ def _parts(status: Status, settings: Settings) -> Iterator[Finding]:
         ago = f", the last sweep {max(0.0, status.at - status.callbacks.last_sweep):.1f} s ago" if status.callbacks.last_sweep else ""
         yield Finding("ok", "callbacks", f"alive{ago}")
     else:
-        found = "no sweep has completed recently: lost messages and dead workers' jobs lie, webhooks are not sent"
+        found = "no sweep has completed recently: lost messages and dead workers' jobs are not recovered, and webhooks are not sent"
         yield Finding("fail", "callbacks", found, "start it (`python -m midstream.broker.callbacks`), and check its log")
     pending, overdue = status.callbacks.webhooks_pending, status.callbacks.webhooks_overdue_s
     late = overdue > OVERDUE_WARN_S

@@ -202,7 +202,7 @@ class Supervisor:
                 try:
                     child.start()
                 except OSError as error:  # no process or no memory is left
-                    self._say(f"{child.name} could not be started, retrying in {child.died():.0f} s: {error}")
+                    self._say(f"{child.name} could not be started; retrying in {child.died():.0f} s: {error}")
                     continue
                 self._say(f"{child.name} restarted")
                 self._unwritten = True
@@ -231,7 +231,7 @@ class Supervisor:
         except (MidstreamError, OSError) as error:
             trouble = disk_trouble(error) or str(error)
             if trouble != self._redis_trouble:
-                self._say(f"redis did not start, will retry: {error}")
+                self._say(f"redis did not start; will retry: {error}")
             self._redis_trouble = trouble
             self._redis_due = time.monotonic() + self._redis_pause
             self._redis_pause = min(BACKOFF_S[1], 2 * self._redis_pause)

@@ -236,7 +236,7 @@ def test_incomplete_captures_need_partial_true(api: Api, hand: Hand, ends: bool,
     assert (reader.status, reader.requests()) == (status, [0])
     assert [gap.detail.partition(":")[0] for gap in reader.gaps()] == [
         f"the status of the capture is {status}",
-        f"job {job_id} captured 2 requests, and files of 1 exist",
+        f"job {job_id} captured 2 requests, but files exist for only 1",
     ]
     code, text = verified(api, job_id)
     assert (code != 0, f"the status of the capture is {status}" in text) == (True, True), text

@@ -189,7 +189,7 @@ def test_an_absent_span_error_shows_the_start_of_the_prompt(api: Api, hand: Hand
     answer = api.http.post("/v1/jobs", json={**BODY, "prompts": ["a b", "c d"], **capture(positions=[{"text": "a b"}])}).json()
     assert (answer["field"], answer["detail"]) == (
         "capture.positions[0].text",
-        "prompt 1: 'a b' occurs 0 times in the prompt, which begins 'c d'",
+        "prompt 1: 'a b' does not occur in the prompt, which begins 'c d'",
     )
 
 

@@ -72,7 +72,7 @@ def test_prompts_of_unequal_length_are_stored_with_every_row_at_its_counterpart(
     job = hand.job(swept(api, pairs=[PAIR | {"clean": "hello user world a"}]))
     assert job.sweep is not None
     assert [column.places for column in job.sweep.pairs[0].columns] == [[(0, 0)], [(1, 1)], [], [(3, 4)]]
-    assert "2 tokens and 'there', in its place" in job.sweep.pairs[0].columns[2].reason
+    assert "2 tokens and 'there', which takes its place" in job.sweep.pairs[0].columns[2].reason
 
 
 def test_a_repeated_submission_is_the_same_sweep(api: Api, hand: Hand) -> None:
@@ -91,7 +91,7 @@ def test_a_repeated_submission_is_the_same_sweep(api: Api, hand: Hand) -> None:
         ({"pairs": []}, "pairs", "length >= 1"),
         ({"pairs": [PAIR | {"answers": " b"}]}, "pairs[0].answers", "unknown field"),
         ({"window": {"layers": 0}}, "window.layers", ">= 1"),
-        ({"pairs": [PAIR | {"positions": [4]}]}, "pairs[0].positions[0]", "beyond the prompt"),
+        ({"pairs": [PAIR | {"positions": [4]}]}, "pairs[0].positions[0]", "out of range: the prompt has"),
         ({"hooks": ["resid_mid"]}, "hooks[0]", "unknown hook"),
         ({"layers": 4}, "layers", "out of range"),
         ({"pairs": [PAIR | {"answer": "b"}]}, "pairs[0].answer", "changes the tokens before it"),

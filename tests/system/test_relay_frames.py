@@ -161,7 +161,7 @@ def test_a_sender_of_another_protocol_is_refused_with_both_versions(relay: Relay
     with Peer(relay.url) as peer:
         peer.socket.send(bytes([PROTOCOL + 1]) + b"\x01some other layout")
         refusal = frames.refusal(peer.answer())
-    named = f"the relay uses protocol {PROTOCOL} (midstream {__version__}), the sender {PROTOCOL + 1}"
+    named = f"the relay uses protocol {PROTOCOL} (midstream {__version__}), but the sender uses {PROTOCOL + 1}"
     assert (refusal.reason, named in refusal.detail) == ("protocol", True)
     wait_until(lambda: named in relay.log.read_text())
 
@@ -185,7 +185,7 @@ def test_a_rank_reports_both_protocol_versions_and_keeps_its_receipts(
         assert isinstance(errors[0], OutboxError)
         for text in (str(errors[0]), caplog.text):
             assert f"relay protocol {PROTOCOL + 1}" in text
-            assert f"this side {PROTOCOL} (midstream {__version__})" in text
+            assert f"this side uses {PROTOCOL} (midstream {__version__})" in text
         assert outbox.depth() == 1
         other.close()
         context.term()

@@ -132,7 +132,7 @@ def test_two_prompts_that_do_not_differ_are_refused_as_a_baseline(stack: Stack) 
     assert view.state is State.FAILED
     assert view.error is not None
     assert view.error.type == "urn:midstream:useless_baseline"
-    assert "a difference of 0.0000 nats where 0.1000 are needed" in view.error.detail
+    assert "a difference of 0.0000; at least 0.1000 are needed" in view.error.detail
 
 
 # field case 35

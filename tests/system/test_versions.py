@@ -73,14 +73,14 @@ def test_an_incompatible_worker_gets_no_jobs_and_both_versions_are_named(
     assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:version_mismatch")
     detail = answer.json()["detail"]
     assert f"the worker of '{MODEL}' runs midstream {version} (wire {wire}, works with {oldest} and newer)" in detail
-    assert f"this is midstream {__version__} (wire {WIRE}" in detail
+    assert f"this process runs midstream {__version__} (wire {WIRE}" in detail
     assert detail.endswith(f"upgrade {upgrade}")
 
     ready = httpx.get(f"{stack.url}/readyz")
     assert (ready.status_code, ready.json()["ready"], ready.json()["models"]) == (503, False, [])
     told = next(why for why in ready.json()["missing"] if why.startswith("worker "))
     assert f"runs midstream {version} (wire {wire}" in told
-    assert f"this is midstream {__version__}" in told
+    assert f"this process runs midstream {__version__}" in told
     seen = httpx.get(f"{stack.url}/v1/status").json()["workers"]
     assert [(worker["healthy"], worker["detail"].endswith(f"upgrade {upgrade}")) for worker in seen] == [(False, True)]
 

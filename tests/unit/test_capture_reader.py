@@ -93,7 +93,9 @@ def test_a_missing_stage_is_an_error_and_not_fewer_layers(store: ArtifactStore, 
     write(store, stage(0, layout=layout))
     reader = CaptureReader(store, "job_x")
     for read in (reader.layers, reader.positions, lambda: reader.array(0), reader.stack):
-        with pytest.raises(MidstreamError, match=r"post_block\.2, post_block\.3 \(2 tensors\) are missing; of 2 stages only 0 present"):
+        with pytest.raises(
+            MidstreamError, match=r"post_block\.2, post_block\.3 \(2 tensors\) are missing; stages present: 0, of 2 in total"
+        ):
             read()
     assert [check.ok for check in reader.verify()] == [True] * (3 if layout == "per_file" else 1) + [False]
     assert CaptureReader(store, "job_x", partial=True).layers() == [0, 1]
@@ -281,10 +283,10 @@ def test_a_request_whose_files_are_missing_is_named_and_not_left_out(tmp_path: P
     for source, job in ((folder, None), (tmp_path / "tag", "job_x"), (tmp_path, "job_x")):
         reader = CaptureReader(source, job)
         (gap,) = reader.gaps()
-        assert "captured 4 requests, and files of 3 exist: 0-1, 3" in gap.detail
+        assert "captured 4 requests, but files exist for only 3: 0-1, 3" in gap.detail
         assert [check for check in reader.verify() if not check.ok] == [gap]
         assert "requests=3 of 4" in repr(reader)
-        with pytest.raises(MidstreamError, match="files of 3") as caught:
+        with pytest.raises(MidstreamError, match="files exist for only 3") as caught:
             reader.requests()
         assert kind_of(caught) == "capture_failed"
         np.testing.assert_array_equal(reader.array(3, request=1), values("post_block", 3, [0, 1, 2]))  # it is whole itself

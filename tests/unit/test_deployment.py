@@ -136,7 +136,7 @@ def worker_container(
 def health_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The temporary directory of the health check, to which no worker has reported."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(health, "_worker_seen", lambda settings: "no worker of this machine has reported to Redis recently")
+    monkeypatch.setattr(health, "_worker_seen", lambda settings: "no worker on this machine has reported to Redis recently")
     monkeypatch.setattr(health, "START_S", 30.0)
     return tmp_path
 

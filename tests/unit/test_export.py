@@ -105,12 +105,12 @@ def test_verify_names_a_stage_that_is_missing(tmp_path: Path) -> None:
     write(tmp_path, finished(sites={"post_block": [0]}, all_sites={"post_block": [0, 1]}, stages=2))
     code, text = run("capture", "verify", tmp_path, "--job", "job_x")
     assert code != 0
-    assert "post_block.1 (1 tensors) are missing; of 2 stages only 0 present" in text
+    assert "post_block.1 (1 tensors) are missing; stages present: 0, of 2 in total" in text
 
 
 def test_a_request_that_is_missing_is_refused_unless_what_is_there_is_wanted(tmp_path: Path) -> None:
     write(tmp_path, finished(request=0, requests=2, positions=[0, 2], dropped=(1,)))
-    source, said = (tmp_path, "--job", "job_x"), "captured 2 requests, and files of 1 exist: 0"
+    source, said = (tmp_path, "--job", "job_x"), "captured 2 requests, but files exist for only 1: 0"
     for command in (("show", *source), ("export", tmp_path, tmp_path / "rows.npz", "--job", "job_x"), ("verify", *source)):
         code, text = run("capture", *command)
         assert (code != 0, said in text) == (True, True), text

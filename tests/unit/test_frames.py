@@ -69,7 +69,7 @@ def test_any_bytes_are_a_frame_or_a_frame_error(raw: bytes) -> None:
 @pytest.mark.parametrize("theirs", [0, 2, 255])
 def test_a_frame_of_another_version_names_both_versions(theirs: int) -> None:
     raw = bytes([theirs]) + frames.pack(Kind.RECEIPT, EPOCH, 1, b"anything")[1:]
-    with pytest.raises(ProtocolMismatch, match=rf"protocol {theirs}\b.* this side {PROTOCOL} \(midstream {__version__}\)"):
+    with pytest.raises(ProtocolMismatch, match=rf"protocol {theirs}\b.* this side uses {PROTOCOL} \(midstream {__version__}\)"):
         frames.unpack(raw)
 
 
@@ -77,7 +77,7 @@ def test_a_frame_of_another_version_names_both_versions(theirs: int) -> None:
 def test_a_refusal_names_both_versions() -> None:
     told = frames.refusal(frames.unpack(frames.refuse(b"\x09\x03rest in an unknown layout", "protocol", "upgrade the older one")))
     assert (told.protocol, told.peer_protocol, told.version) == (PROTOCOL, 9, __version__)
-    assert f"uses protocol {PROTOCOL} (midstream {__version__}), the sender 9" in told.detail
+    assert f"uses protocol {PROTOCOL} (midstream {__version__}), but the sender uses 9" in told.detail
 
 
 # field case 43

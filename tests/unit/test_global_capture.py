@@ -65,7 +65,7 @@ def test_settings_that_do_not_fit_the_model_are_refused_as_settings(text: str, w
 def test_sites_that_no_step_has_room_for_are_refused_at_start() -> None:
     wide = Settings(global_capture="pre_attn;post_block")
     assert from_settings(wide, 4, row_limit=8)
-    with pytest.raises(SettingsError, match=r"^global_capture: 8 sites: one step has room for 7 rows .*capture_buffer_mib"):
+    with pytest.raises(SettingsError, match=r"^global_capture: it has 8 sites, but one step has room for 7 rows .*capture_buffer_mib"):
         from_settings(wide, 4, row_limit=7)
 
 

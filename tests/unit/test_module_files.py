@@ -127,11 +127,11 @@ def test_the_file_format_covers_every_entry_field() -> None:
         ({"post_block.twelve": JOY}, {}, "'post_block.twelve' is not a site"),
         ({"resid_post.3": JOY, "post_block.3": JOY}, {}, r"'(resid_post|post_block).3' is the same as '(resid_post|post_block).3'"),
         ({"post_block.3": JOY, "post_block.3.vector": JOY}, {}, "is the same as"),
-        ({"post_block.3": JOY[None]}, {}, r"'post_block.3' is \[1, 4\]: a vector is \[hidden_size\]"),
+        ({"post_block.3": JOY[None]}, {}, r"'post_block.3' has shape \[1, 4\]: a vector must be \[hidden_size\]"),
         (
             {"post_block.3": JOY, "post_block.4": JOY[:3]},
             {},
-            r"'post_block.[34]' has width [34], 'post_block.[34]' [34]: all must have one",
+            r"'post_block.[34]' has width [34], but 'post_block.[34]' has [34]: all must have the same width",
         ),
         ({"post_block.3.matrix": JOY}, {}, "unknown tensor 'matrix'; valid: vector, rotation, weight, bias"),
         ({"post_block.3": JOY.astype(np.float64)}, {}, "'post_block.3' has dtype F64; valid: F32, BF16, F16"),
@@ -148,7 +148,7 @@ def test_the_file_format_covers_every_entry_field() -> None:
         ({"1.vector": JOY}, {"midstream": '[{"layers": 3}]'}, "'1.vector' belongs to no entry"),
         ({"0.vector": JOY}, {"midstream": '[{"layers": 3}, {"layers": 4}]'}, "entry 1 has no tensor, such as 1.vector"),
         ({"0.vektor": JOY}, {"midstream": '[{"layers": 3}]'}, "unknown tensor 'vektor'"),
-        ({"0.vector": JOY}, {"midstream": '[{"module": "joy"}]'}, "entry 0 is the module 'joy': a file holds vectors, not names"),
+        ({"0.vector": JOY}, {"midstream": '[{"module": "joy"}]'}, "entry 0 refers to module 'joy': a file contains vectors, not names"),
         (
             {"0.vector": JOY},
             {"midstream": '[{"layers": 3, "vector": {"dtype": "float32", "shape": [1], "data": "AAAAAA=="}}]'},
@@ -191,7 +191,7 @@ def test_any_module_bytes_decode_or_raise_module_error(raw: bytes) -> None:
 
 
 def test_names_and_absent_fields_are_not_written() -> None:
-    with pytest.raises(ValueError, match="entry 0 is the module 'joy'"):
+    with pytest.raises(ValueError, match="entry 0 refers to module 'joy'"):
         to_bytes([SteeringSpec(module="joy")])
     with pytest.raises(ValueError, match="give at least one"):
         to_bytes([])

@@ -113,7 +113,7 @@ def test_a_spec_of_another_version_or_shape_is_refused_with_both_named(rig: Rig)
     other = msgspec.structs.replace(spec_of(capturing(1)), version="0.0.0")
     rig.plane.begin([NewRequest("1", msgspec.to_builtins(other), 0), NewRequest("2", {"job": "j2", "captures": 3}, 0)], {}, 0)
     first, second = rig.receipts()
-    assert (first.status, first.message) == ("error", f"the worker runs Midstream 0.0.0, rank 0 runs {__version__}")  # field case 43
+    assert (first.status, first.message) == ("error", f"the worker runs Midstream 0.0.0, but rank 0 runs {__version__}")  # field case 43
     assert second.status == "error"
     assert f"rank 0 (Midstream {__version__}) cannot read the request" in second.message
 

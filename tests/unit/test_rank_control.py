@@ -203,7 +203,7 @@ def test_global_steering_too_large_beside_the_former_is_refused_by_all_ranks(tmp
         await rig.engine.commit_global(steering(1, FIRST))
         wide = steering(2, SECOND, FIRST)
         assert [answer.ok for answer in await rig.engine.prepare_global(wide)] == [False, False]
-        with pytest.raises(Refused, match="clear that first"):
+        with pytest.raises(Refused, match="clear the current one first"):
             await rig.engine.commit_global(wide)
         await rig.engine.commit_global(steering(2))
         await rig.engine.commit_global(msgspec.structs.replace(wide, version=3))

@@ -110,7 +110,7 @@ def test_global_steering_that_takes_more_than_its_share_of_rows_is_refused(rig: 
     rig.plane.rank_state.prepare_global(for_everyone(1, *entries))
     entries.append(msgspec.structs.replace(template(positions="all"), family="ablate", numbers=[1.0]))
     entries.append(msgspec.structs.replace(template(positions="all"), family="ablate", numbers=[1.0]))
-    with pytest.raises(ValueError, match="takes 5 rows of the steering table, the limit is 4"):
+    with pytest.raises(ValueError, match="takes 5 rows of the steering table; the limit is 4"):
         rig.plane.rank_state.prepare_global(for_everyone(1, *entries))
 
 
@@ -479,4 +479,4 @@ def test_more_rows_than_a_token_has_columns_fail_the_request(rig: Rig) -> None:
     request = Request(1, 6, 8, (), edits, everyone)
     rig.step((request, 0, 6), new=[request])
     (receipt,) = rig.receipts()
-    assert (receipt.status, receipt.message) == ("error", "its steering takes 9 rows of the table at one token, 8 may edit one")
+    assert (receipt.status, receipt.message) == ("error", "its steering takes 9 rows of the table at one token; at most 8 are allowed")

@@ -126,7 +126,7 @@ def test_a_request_that_alone_needs_too_many_rows_is_refused() -> None:
         async with admission.admitted(rows("x", "y")):
             waiter = asyncio.create_task(use_once(admission, rows("z")))
             await asyncio.sleep(0)
-            with pytest.raises(MidstreamError, match="needs 3 steering rows, the engine has 2"):
+            with pytest.raises(MidstreamError, match="needs 3 steering rows, but the engine has 2"):
                 async with admission.admitted(rows("a", "b", "c")):
                     pass
         await waiter  # those who wait are not hurt by it
@@ -146,7 +146,7 @@ def test_configurations_that_do_not_fit_together_wait_and_oversized_are_refused(
 
         await asyncio.gather(use("a", 6), use("b", 6))
         assert order == ["a", "a done", "b", "b done"]
-        with pytest.raises(MidstreamError, match="needs 11 steering entries, the engine has 10"):
+        with pytest.raises(MidstreamError, match="needs 11 steering entries, but the engine has 10"):
             await use("c", 11)
 
     asyncio.run(story())
@@ -164,7 +164,7 @@ def test_captures_beyond_a_steps_buffers_wait_and_oversized_ones_are_refused() -
 
         await asyncio.gather(use("a", 6), use("b", 6))
         assert order == ["a", "a done", "b", "b done"]
-        with pytest.raises(MidstreamError, match="captures 11 rows in one step, the limit is 10"):
+        with pytest.raises(MidstreamError, match="captures 11 rows in one step; the limit is 10"):
             await use("c", 11)
         async with StepRows(0).admitted(10**9):
             pass
@@ -256,7 +256,7 @@ def test_global_rows_that_time_out_or_fail_leave_the_former_rows() -> None:
                 _ = 1 / 0
         assert admission._pinned == rows("a")
         assert (admission.waiting, admission.used) == (0, 1)
-        with pytest.raises(MidstreamError, match="clear that first"):
+        with pytest.raises(MidstreamError, match="clear the current one first"):
             async with admission.replacing_pinned(rows("b", "c"), 60):
                 pass
 

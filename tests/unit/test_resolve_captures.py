@@ -58,11 +58,15 @@ def test_each_hook_has_its_own_layers_and_every_option_is_kept() -> None:
         ({"hooks": {"mlp_in": 0}}, "capture.hooks.mlp_in", "unknown hook 'mlp_in'"),
         ({"hooks": {"pre_attn": "4"}}, "capture.hooks.pre_attn", "layer 4"),
         ({"hooks": {"pre_attn": 0, "resid_pre": 1}}, "capture.hooks.resid_pre", "given twice"),
-        ({"positions": [0, 9]}, "capture.positions[1]", "position 9 is beyond the prompt"),
-        ({"positions": [0, Span(start=3, stop=9)]}, "capture.positions[1].stop", "beyond the prompt, which has 6 tokens"),
+        ({"positions": [0, 9]}, "capture.positions[1]", "position 9 is out of range: the prompt has"),
+        ({"positions": [0, Span(start=3, stop=9)]}, "capture.positions[1].stop", "the range stops at 9, but the prompt has 6 tokens"),
         ({"positions": [Span(start=3)]}, "capture.positions[0]", "needs a `stop`"),
-        ({"positions": Span(start=-7)}, "capture.positions.start", "position -7 is before the prompt"),
-        ({"positions": Span(start=10)}, "capture.positions.start", "position 10 is beyond the prompt and generated tokens, at most 10"),
+        ({"positions": Span(start=-7)}, "capture.positions.start", "position -7 is out of range: the prompt has"),
+        (
+            {"positions": Span(start=10)},
+            "capture.positions.start",
+            "position 10 is out of range: the prompt and the generated tokens have at most 10 positions",
+        ),
         ({"consumers": ["filesystem", "kafka"]}, "capture.consumers[1]", "unknown consumer 'kafka': the worker has filesystem, memory"),
         ({"consumers": ["memory", "memory"]}, "capture.consumers[1]", "listed twice"),
     ],
@@ -78,7 +82,7 @@ def test_rows_for_the_response_are_bounded_by_the_most_that_a_prompt_may_give() 
     """A bfloat16 position of 4 sites: 4 × 8 × 2 bytes of rows and 16 of its number and token id; 1 KiB holds 12."""
     wish = {"positions": "all", "consumers": ["memory"]}
     assert captured(wish, 6, max_tokens=7)
-    with pytest.raises(MidstreamError, match=r"prompt 1 may give 1040 bytes.* at most 1 KiB per prompt") as refused:
+    with pytest.raises(MidstreamError, match=r"prompt 1 may produce 1040 bytes.* at most 1 KiB per prompt") as refused:
         captured(wish, 6, 7, max_tokens=7)
     assert refused.value.field == "capture.consumers"
     assert captured({**wish, "every_n": 2}, 6, 7, max_tokens=7), "five generated tokens fewer"
@@ -92,7 +96,7 @@ def test_rows_for_the_response_are_bounded_over_all_prompts_of_a_job(monkeypatch
     monkeypatch.setattr(rules, "MEMORY_JOB_BYTES", 2000)
     wish = {"consumers": ["memory"]}
     assert captured(wish, *[6] * 25)
-    with pytest.raises(MidstreamError, match=r"26 prompts may give 2080 bytes of rows: .* per job; send fewer prompts") as refused:
+    with pytest.raises(MidstreamError, match=r"26 prompts may produce 2080 bytes of rows: .* per job; send fewer prompts") as refused:
         captured(wish, *[6] * 26)
     assert (refused.value.status, refused.value.field) == (400, "capture.consumers")
     assert captured({}, *[6] * 26), "what goes to files is not bounded by this"
@@ -103,7 +107,7 @@ def test_the_rows_of_one_step_must_fit_the_workers_buffer() -> None:
     limits = {"step_tokens": 8, "capture_row_limit": 32}
     assert captured({"positions": "all_prompt"}, 60, **limits), "4 layers × 8 tokens of a step"
     assert captured({"hooks": {"pre_attn": "all", "post_block": "all"}, "positions": [0, 1, 2]}, 60, **limits)
-    with pytest.raises(MidstreamError, match="prompt 0 may give 64 rows in one engine step") as refused:
+    with pytest.raises(MidstreamError, match="prompt 0 may produce 64 rows in one engine step") as refused:
         captured({"hooks": {"pre_attn": "all", "post_block": "all"}, "positions": "all_prompt"}, 60, **limits)
     assert (refused.value.field, "at most 32 rows" in str(refused.value.allowed)) == ("capture", True)
 

@@ -232,13 +232,13 @@ def test_patches_stand_in_front_of_the_requests_steering() -> None:
         ({"layers": 9}, "layers", "layer 9 is out of range"),
         ({"layers": []}, "layers", "no layer given"),
         ({"hook": "mlp_in"}, "hook", "unknown hook 'mlp_in': the model has"),
-        ({"positions": [0, 6]}, "positions[1]", "position 6 is beyond the prompt, which has 6 tokens"),
-        ({"positions": [-7]}, "positions[0]", "position -7 is beyond the prompt"),
+        ({"positions": [0, 6]}, "positions[1]", "position 6 is out of range: the prompt has 6 tokens"),
+        ({"positions": [-7]}, "positions[0]", "position -7 is out of range: the prompt has"),
         ({"positions": []}, "positions", "no position given"),
         ({"positions": [Span(text="gone")]}, "positions[0]", "'gone' is not there"),
-        ({"positions": Span(start=9)}, "positions.start", "position 9 is never patched: the model computes at most positions 0 to 8"),
-        ({"positions": Span(start=7, stop=10)}, "positions.stop", "goes up to 10"),
-        ({"positions": Span(start=20)}, "positions.start", "position 20 is beyond the prompt and generated tokens"),
+        ({"positions": Span(start=9)}, "positions.start", "position 9 is never patched: the model computes positions 0 to 8 at most"),
+        ({"positions": Span(start=7, stop=10)}, "positions.stop", "the range stops at 10"),
+        ({"positions": Span(start=20)}, "positions.start", "position 20 is out of range: the prompt and the generated tokens"),
         ({"mask": []}, "mask", "no dimension given"),
         ({"mask": ""}, "mask", "not a dimension selector"),
         ({"mask": "0-8"}, "mask", "dimension 8 is out of range: the model has dimensions 0 to 7"),
@@ -248,30 +248,30 @@ def test_patches_stand_in_front_of_the_requests_steering() -> None:
         ({"source": {"run": "clean", "prompt": 1}}, "source.prompt", "has no rows of prompt 1"),
         ({"hook": "post_attn"}, "hook", "post_attn was not captured in run 'clean'"),
         ({"hook": "post_block", "layers": "0-2"}, "layers", "layer 1 was not captured at post_block in run 'clean', which has 0, 2"),
-        ({"positions": [4]}, "source.position", "position 4 was not captured: the run has 0-3"),
-        ({"source": {"run": "clean", "position": 7}}, "source.position", "position 7 was not captured: the run has 0-3"),
-        ({"source": {"run": "clean", "position": -1}}, "source.position", "position 4 was not captured: the run has 0-3"),
-        ({"source": {"run": "clean", "position": -6}}, "source.position", "position -6 is before the run's prompt, which has 5 tokens"),
+        ({"positions": [4]}, "source.position", "position 4 was not captured: the run has positions 0-3"),
+        ({"source": {"run": "clean", "position": 7}}, "source.position", "position 7 was not captured: the run has positions 0-3"),
+        ({"source": {"run": "clean", "position": -1}}, "source.position", "position 4 was not captured: the run has positions 0-3"),
+        ({"source": {"run": "clean", "position": -6}}, "source.position", "position -6 is out of range: the run's prompt has 5 tokens"),
         ({"source": {"run": "clean", "position": [0, 1]}}, "source.position", "gives 2 positions for 1 patched"),
         ({"source": {"run": "clean", "position": [8]}}, "source.position[0]", "position 8 was not captured"),
-        ({"positions": "all_generated"}, "source.position", "is required: positions are open-ended"),
+        ({"positions": "all_generated"}, "source.position", "is required, because the patched positions are open-ended"),
         (
             {"positions": Span(start=2), "source": {"run": "clean", "position": [1]}},
             "source.position",
-            "is required: positions are open-ended",
+            "is required, because the patched positions are open-ended",
         ),
         (
             {"source": {"run": "clean", "mean": True, "positions": [0, 4]}},
             "source.positions",
-            "position 4 was not captured: the run has 0-3",
+            "position 4 was not captured: the run has positions 0-3",
         ),
-        ({"source": {"run": "clean", "mean": True, "positions": [5]}}, "source.positions[0]", "position 5 is beyond the prompt"),
+        ({"source": {"run": "clean", "mean": True, "positions": [5]}}, "source.positions[0]", "position 5 is out of range: the prompt has"),
         ({"source": {"run": "clean", "mean": True, "positions": Span(start=1, stop=1 << 30)}}, "source.positions", "was not captured"),
         ({"source": {"run": "clean", "mean": True, "positions": "all_generated"}}, "source.positions", "the run has no rows there"),
         ({"source": {"run": "clean", "mean": True, "positions": [Span(text="x")]}}, "source.positions[0].text", "positions but no text"),
-        ({"source": {"vector": from_numpy(np.ones(4, np.float32))}}, "source.vector.shape", "has shape [4]: a vector of this model"),
+        ({"source": {"vector": from_numpy(np.ones(4, np.float32))}}, "source.vector.shape", "has shape [4]: it must be [8]"),
         ({"source": {"vector": from_numpy(np.full(HIDDEN, np.nan))}}, "source.vector.data", "element 0 is not finite (8 of 8"),
-        ({"source": {"vector": from_numpy(np.full(HIDDEN, 1e6))}}, "source.vector.data", "beyond float16's"),
+        ({"source": {"vector": from_numpy(np.full(HIDDEN, 1e6))}}, "source.vector.data", "float16 allows at most"),
         ({"source": {"module": "sad"}}, "source.module", "unknown module 'sad'"),
     ],
 )
@@ -284,10 +284,10 @@ def test_invalid_patches_name_the_field(wish: dict[str, Any], field: str, words:
 def test_in_several_prompts_the_one_at_fault_is_named() -> None:  # field case 34
     found = refused(patch(positions=[2]), patch({"zeros": True}, [4]), lengths=(6, 3))
     assert (found.field, found.detail) == (
-        "patch[1].positions[0]", "prompt 1: position 4 is beyond the prompt, which has 3 tokens (0 to 2)",
+        "patch[1].positions[0]", "prompt 1: position 4 is out of range: the prompt has 3 tokens (0 to 2)",
     )  # fmt: skip
     found = refused(patch(positions=[-1]), lengths=(4, 6))
-    assert (found.field, found.detail) == ("patch[0].source.position", "prompt 1: position 5 was not captured: the run has 0-3")
+    assert (found.field, found.detail) == ("patch[0].source.position", "prompt 1: position 5 was not captured: the run has positions 0-3")
     found = refused(patch({"run": "clean", "position": [0, 1]}, Span(start=4, stop=-1)), lengths=(7, 6))
     assert (found.field, "prompt 1: gives 2 positions for 1" in found.detail) == ("patch[0].source.position", True)
 
@@ -404,4 +404,4 @@ def test_a_named_run_needs_files() -> None:
     assert resolve_captures(CaptureSpec(run="clean", consumers=["memory", "filesystem"]), bounds)
     with pytest.raises(MidstreamError) as found:
         resolve_captures(CaptureSpec(run="clean", consumers=["memory"]), bounds)
-    assert (found.value.field, "add 'filesystem'" in found.value.detail) == ("capture.run", True)
+    assert (found.value.field, "requires the consumer 'filesystem'" in found.value.detail) == ("capture.run", True)

@@ -121,9 +121,9 @@ def test_module_names_are_resolved_to_content_at_admission() -> None:  # field c
         ({"module": "joy", "hook": "pre_attn"}, "hook", "not valid together with module"),
         ({"module": "joy", "norm_match": True}, "norm_match", "not valid together with module"),
         ({"module": "joy", "strength": 1.0}, "strength", "not valid together with module"),
-        ({"module": "joy", "scale": 1e6}, "scale", "beyond float16"),
-        ({"module": "joy", "scale": 1e300}, "scale", "beyond the limit of op"),
-        ({"module": "joy", "positions": [6]}, "positions[0]", "beyond the prompt"),
+        ({"module": "joy", "scale": 1e6}, "scale", "float16 allows at most"),
+        ({"module": "joy", "scale": 1e300}, "scale", "out of range for op"),
+        ({"module": "joy", "positions": [6]}, "positions[0]", "out of range: the prompt has"),
         ({"module": "joy", "positions": Span(text="nowhere")}, "positions", "not there"),
     ],
 )
@@ -137,7 +137,11 @@ def test_invalid_module_use_in_a_request_names_the_field(wish: dict[str, Any], f
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"hidden_size": 4}, "hidden size 8, the model 4"), ({"num_layers": 1}, "layer 3"), ({"hooks": ["pre_attn"]}, "hook post_block")],
+    [
+        ({"hidden_size": 4}, "hidden size 8, but the model has 4"),
+        ({"num_layers": 1}, "layer 3"),
+        ({"hooks": ["pre_attn"]}, "hook post_block"),
+    ],
 )
 def test_a_module_for_a_former_model_of_that_name_is_refused(changes: dict[str, Any], words: str) -> None:  # field case 27
     problem = refused(resolved, [SteeringSpec(module="joy")], module(spec(layers="0-3")), **changes)

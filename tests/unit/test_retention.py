@@ -175,7 +175,7 @@ def test_a_job_that_cannot_be_removed_does_not_hold_up_the_others(store: Artifac
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", refusing)
-    with pytest.raises(retention.RemovalError, match=r"1 of 3 jobs, first job_x.*Permission denied") as caught:
+    with pytest.raises(retention.RemovalError, match=r"1 of 3 jobs, the first of them job_x.*Permission denied") as caught:
         retention.delete(store, jobs)
     assert caught.value.done == ["job_y", "job_z"]
     assert store.marks() == ["job_x"]

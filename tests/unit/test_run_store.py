@@ -120,7 +120,7 @@ def test_missing_rows_of_a_run_are_named(tmp_path: Path) -> None:
             store.row(asked)
     with pytest.raises(LookupError, match="at position 3"):
         store.rows(KEY, "post_block", 2, range(4))
-    with pytest.raises(ValueError, match="not the name of a row of a run"):
+    with pytest.raises(ValueError, match="not a valid name for a row of a source run"):
         store.row("run:x")
 
 
@@ -139,10 +139,10 @@ def test_a_row_with_a_value_that_is_not_finite_is_refused(tmp_path: Path, bad: f
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"hidden_size": HIDDEN + 1}, "its rows have 6 elements, the model's 5"),
+        ({"hidden_size": HIDDEN + 1}, "its rows have 6 elements, but the model's have 5"),
         ({"key": "job_x.1.tag"}, "these are rows of job_x.0.tag"),
-        ({"positions": [0, 1]}, "it has positions 0-2, the run 0-1"),
-        ({"positions": [0, 1, 4]}, "it has positions 0-2, the run 0-1, 4"),
+        ({"positions": [0, 1]}, "it has positions 0-2, but the run has 0-1"),
+        ({"positions": [0, 1, 4]}, "it has positions 0-2, but the run has 0-1, 4"),
         ({"positions": []}, "it has no rows"),
         ({"sites": {"post_block": [1, 2, 3]}}, "none of its files contains post_block of layer 1"),
         ({"files": []}, "none of its files contains post_block of layer 2"),

@@ -120,7 +120,7 @@ def test_directions_are_given_length_one(name: str) -> None:
 
 @pytest.mark.parametrize("values", [[0.0, 0.0], [math.inf, 1.0], [math.nan, 1.0]])
 def test_a_direction_without_a_length_is_refused(values: list[float]) -> None:
-    with pytest.raises(ValueError, match="must have a finite length"):
+    with pytest.raises(ValueError, match="must have a finite norm"):
         unit(torch.tensor([values]))
 
 
@@ -151,7 +151,7 @@ def test_the_columns_of_the_plan_are_distinct() -> None:
 
 
 def test_more_rows_on_a_token_than_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="token 2 has 9 configuration rows, at most 8 fit"):
+    with pytest.raises(ValueError, match="token 2 has 9 configuration rows; at most 8 fit"):
         SitePlan(WIDTH, [{}], {2: [1] * 9}).build(4, torch.float32)
 
 

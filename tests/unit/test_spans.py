@@ -148,11 +148,11 @@ def test_occurrences_are_counted_as_pythons_count_counts_them() -> None:
 @pytest.mark.parametrize(
     ("wish", "at", "words"),
     [
-        ([0, Span(text="x")], "[1].text", "'x' occurs 0 times in the prompt, which begins 'a b a'"),
-        (Span(text="x"), ".text", "occurs 0 times"),
+        ([0, Span(text="x")], "[1].text", "'x' does not occur in the prompt, which begins 'a b a'"),
+        (Span(text="x"), ".text", "does not occur in the prompt"),
         (Span(text="a", occurrence=2), ".occurrence", "'a' occurs 2 times in the prompt: there is no occurrence 2"),
         ([Span(text="b", occurrence=-2)], "[0].occurrence", "'b' occurs once"),
-        ([0, 5], "[1]", "position 5 is beyond the prompt, which has 5 tokens"),
+        ([0, 5], "[1]", "position 5 is out of range: the prompt has 5 tokens"),
     ],
 )
 # field case 27

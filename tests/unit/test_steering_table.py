@@ -276,10 +276,10 @@ def test_row_keys_and_digests_cover_what_affects_the_result() -> None:
 @pytest.mark.parametrize(
     ("family", "tensors", "words"),
     [
-        ("add", [V[:3]], r"its shape is \[3\], \[5\] is needed"),
-        ("lowrank", [R, M[:1], B], r"its shape is \[1, 5\], \[2, 5\] is needed"),
-        ("lowrank", [R, M, B[:1]], r"its shape is \[1\], \[2\] is needed"),
-        ("ablate", [0 * V], "must have a finite length"),
+        ("add", [V[:3]], r"its shape is \[3\]; \[5\] is needed"),
+        ("lowrank", [R, M[:1], B], r"its shape is \[1, 5\]; \[2, 5\] is needed"),
+        ("lowrank", [R, M, B[:1]], r"its shape is \[1\]; \[2\] is needed"),
+        ("ablate", [0 * V], "must have a finite norm"),
         ("add", [np.full(HIDDEN, 3e38)], "exceeds the range"),
     ],
 )

@@ -235,7 +235,7 @@ def test_a_start_that_fails_ends_no_supervisor(tmp_path: Path) -> None:
     part.command = [str(tmp_path / "nothing")]
     stack._children = {"part": part}
     stack.tend()
-    assert "part could not be started, retrying in 1 s" in said[0]
+    assert "part could not be started; retrying in 1 s" in said[0]
     assert not part.due
 
 

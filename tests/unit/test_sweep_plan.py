@@ -220,26 +220,26 @@ SPAN = {"name": "s", "clean": [1]}
         ([pair(answer=" Paris" * 33)], {}, "pairs[0].answer", "33 tokens"),
         ([pair(foil=[9])], {}, "pairs[0].foil", "same tokens as the answer"),
         ([pair(foil=" Paris France")], {}, "pairs[0].foil", "is a prefix of"),
-        ([pair(clean="The of", answer="Paris")], {}, "pairs[0].answer", "ends in 'The' ' of', with it in 'The' ' ofParis'"),
+        ([pair(clean="The of", answer="Paris")], {}, "pairs[0].answer", "ends in 'The' ' of', and with it in 'The' ' ofParis'"),
         # columns
-        ([pair(positions=[0, 5])], {}, "pairs[0].positions[1]", "beyond the prompt"),
-        ([pair()], {"positions": [-6]}, "positions[0]", "pairs[0]: position -6 is beyond"),
-        ([pair()], {"positions": {"start": 5}}, "positions.start", "beyond the prompt"),
-        ([pair()], {"positions": {"start": 1, "stop": 6}}, "positions.stop", "position 5 is beyond"),
+        ([pair(positions=[0, 5])], {}, "pairs[0].positions[1]", "out of range: the prompt has"),
+        ([pair()], {"positions": [-6]}, "positions[0]", "pairs[0]: position -6 is out of range"),
+        ([pair()], {"positions": {"start": 5}}, "positions.start", "out of range: the prompt has"),
+        ([pair()], {"positions": {"start": 1, "stop": 6}}, "positions.stop", "position 5 is out of range"),
         ([pair()], {"positions": []}, "positions", "no position given"),
         ([pair()], {"positions": "all"}, "positions", "generates none"),
-        ([pair(positions=[{"text": "Eiffel"}])], {}, "pairs[0].positions[0].text", "occurs 0 times"),
+        ([pair(positions=[{"text": "Eiffel"}])], {}, "pairs[0].positions[0].text", "does not occur in the prompt"),
         ([pair(positions=[2])], {}, "pairs[0].positions", "nothing that can be patched"),
-        ([pair(spans=[SPAN | {"corrupt": [9]}])], {}, "pairs[0].spans[0].corrupt[0]", "beyond the prompt"),
+        ([pair(spans=[SPAN | {"corrupt": [9]}])], {}, "pairs[0].spans[0].corrupt[0]", "out of range: the prompt has"),
         ([pair(spans=[{"name": "s", "clean": [{"text": "Eiffel"}]}])], {}, "pairs[0].spans", "no counterpart"),
-        ([pair(alignment=[(0, 0), (1, 9)])], {}, "pairs[0].alignment[1][1]", "beyond the corrupt prompt"),
+        ([pair(alignment=[(0, 0), (1, 9)])], {}, "pairs[0].alignment[1][1]", "out of range: the corrupt prompt"),
         ([pair(), pair(corrupt="The Colosseum is")], {}, "pairs", "pairs[0] 5, pairs[1] 4"),
         # limits
-        ([pair()], {"window": {"layers": 5}}, "window.layers", "exceeds the number of cells"),
-        ([pair()], {"window": {"positions": 6}}, "window.positions", "exceeds the number of cells"),
+        ([pair()], {"window": {"layers": 5}}, "window.layers", "exceeds the number of layers"),
+        ([pair()], {"window": {"positions": 6}}, "window.positions", "exceeds the number of positions"),
         ([pair()], {"limits": {"sweep_cells": 19}}, "pairs", "20 cells (1 pair × 1 hook × 4 layers × 5 columns)"),
-        ([pair()], {"info": model(max_model_len=6)}, "pairs[0].clean", "has 6 tokens, and 1 follow"),
-        ([pair(answer=[9, 9, 9])], {"info": model(max_model_len=7), "direction": "noise"}, "pairs[0].clean", "3 follow"),
+        ([pair()], {"info": model(max_model_len=6)}, "pairs[0].clean", "has 6 tokens, followed by 1 more"),
+        ([pair(answer=[9, 9, 9])], {"info": model(max_model_len=7), "direction": "noise"}, "pairs[0].clean", "followed by 3 more"),
         ([pair()], {"info": model(capture_row_limit=39, step_tokens=5)}, "layers", "40 rows in one engine step"),
         ([pair()], {"info": model(steering_rows=2), "window": {"positions": 5}}, "window", "needs 4 rows"),
         ([pair()], {"info": model(steering_entries=3), "window": {"layers": 4}, "mask": [0]}, "window", "needs 8 entries"),
@@ -333,7 +333,7 @@ def test_text_longer_than_the_model_is_refused_by_its_field(monkeypatch: pytest.
 
 def test_columns_beyond_the_cell_limit_are_not_built() -> None:
     error = refusal(*[pair()] * 9, limits={"sweep_cells": 20})
-    assert (error.field, error.detail) == ("pairs", "come to more than 20 cells")
+    assert (error.field, error.detail) == ("pairs", "the sweep has more than 20 cells")
 
 
 # --- Room ----------------------------------------------------------------------------------------------------------------------

@@ -241,7 +241,7 @@ def test_a_sweep_or_prompt_longer_than_this_worker_takes_is_refused_by_its_field
     cases = [(job("sweep", sweep()), 5), (job("sweep", sweep(pairs=[long_answer])), 7), (job("generate", prompts=[SOURCE]), 5)]
     for asked, tokens in cases:
         check_lengths(asked, msgspec.structs.replace(INFO, max_model_len=tokens + 1))
-        with pytest.raises(MidstreamError, match=f"has {tokens} tokens and leaves none to generate") as refused:
+        with pytest.raises(MidstreamError, match=f"has {tokens} tokens, which leaves no room to generate") as refused:
             check_lengths(asked, msgspec.structs.replace(INFO, max_model_len=tokens))
         assert refused.value.kind == "prompt_too_long"
         assert refused.value.field == ("prompts[0]" if asked.sweep is None else "pairs[0]")

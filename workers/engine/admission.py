@@ -111,7 +111,7 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
         """Raises MidstreamError("intervention_failed") if these can never replace the current ones."""
         self._check_size(rows)
         if not self._within(rows | self._pinned):
-            detail = f"it does not fit the {self._rows} steering rows beside the current global steering: clear that first"
+            detail = f"it does not fit in the {self._rows} steering rows beside the current global steering: clear the current one first"
             raise MidstreamError("intervention_failed", detail)
 
     @asynccontextmanager
@@ -157,11 +157,11 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
             (_entries(demand), self._entries, "steering_entries"),
         ):
             if needed > there:
-                detail = f"the request needs {needed} {setting.replace('_', ' ')}, the engine has {there} (setting {setting})"
+                detail = f"the request needs {needed} {setting.replace('_', ' ')}, but the engine has {there} (setting {setting})"
                 raise MidstreamError("intervention_failed", detail)
 
     def _crowded_out(self, demand: frozenset[RowDemand]) -> CrowdedOut:
-        return CrowdedOut(f"its {len(demand)} steering rows and the {len(self._pinned)} that now stand for everyone do not fit together")
+        return CrowdedOut(f"its {len(demand)} steering rows do not fit beside the {len(self._pinned)} of the current global steering")
 
     def _fits(self, demand: frozenset[RowDemand]) -> bool:
         return self._within(self._in_use.keys() | demand)
@@ -238,7 +238,7 @@ class StepRows(CaptureBudget):
         if self._limit and demand > self._limit:
             raise MidstreamError(
                 "capture_failed",
-                f"the request captures {demand} rows in one step, the limit is {self._limit} (setting capture_buffer_mib)",
+                f"the request captures {demand} rows in one step; the limit is {self._limit} (setting capture_buffer_mib)",
             )
 
     def _fits(self, demand: int) -> bool:

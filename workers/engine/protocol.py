@@ -63,7 +63,7 @@ def check_lengths(job: Job, info: ModelInfo) -> None:
         lengths = {f"pairs[{index}]": pair.longest for index, pair in enumerate(job.sweep.pairs)}
     for field_, tokens in lengths.items():
         if tokens >= info.max_model_len:
-            detail = f"has {tokens} tokens and leaves none to generate: this worker's max_model_len is {info.max_model_len}"
+            detail = f"has {tokens} tokens, which leaves no room to generate: this worker's max_model_len is {info.max_model_len}"
             raise MidstreamError("prompt_too_long", detail, field=field_, allowed=f"up to {info.max_model_len - 1} tokens")
 
 

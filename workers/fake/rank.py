@@ -99,7 +99,7 @@ class FakeRank:
             return False, "injected fault"
         files = msgspec.convert(run, RunFiles)
         if files.hidden_size != HIDDEN_SIZE:
-            return False, f"run {files.key}: its rows have {files.hidden_size} elements, the model's {HIDDEN_SIZE}"
+            return False, f"run {files.key}: its rows have {files.hidden_size} elements, but the model's have {HIDDEN_SIZE}"
         self.runs[files.key] = files
         return _FINE
 
@@ -228,7 +228,7 @@ class FakeRank:
                 if name not in self.vectors:
                     return False, f"vector {name[:12]} is not on this rank"
                 if self.vectors[name] != shape:
-                    return False, f"vector {name[:12]}: its shape is {self.vectors[name]}, {shape} is needed"
+                    return False, f"vector {name[:12]}: its shape is {self.vectors[name]}; {shape} is needed"
         return _FINE
 
     def _lacks(self, name: str) -> str:

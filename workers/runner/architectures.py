@@ -167,7 +167,7 @@ ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
         Variant(
             "model.decoder.layers",
             when={"do_layer_norm_before": False},
-            refused="with do_layer_norm_before=false the sums are normed before anything reads them: there is no residual stream",
+            refused="with do_layer_norm_before=false the sums are normalised before anything reads them: there is no residual stream",
         ),
         Variant("model.decoder.layers", _materialised("self_attn", "final_layer_norm", "fc2"), hands_on=True),
     ),

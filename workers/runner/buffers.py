@@ -59,7 +59,7 @@ class Staging:
         ring = self._buffers.ring
         room = len(ring) if self._area is None else self._area.rows
         if not self._direct and rows > room:
-            raise RuntimeError(f"{rows} captured rows in one step, the buffer has room for {room} (setting capture_buffer_mib)")
+            raise RuntimeError(f"{rows} captured rows in one step, but the buffer has room for {room} (setting capture_buffer_mib)")
         slab = slabs.new_slab(rows, ring.shape[1], ring.dtype, spill=spill)
         self._rows, self._slots = rows, {}
         if self._direct:

@@ -84,5 +84,5 @@ def plane_config() -> PlaneConfig:
     """The config that the worker exported; raises RuntimeError when versions differ."""
     config = from_json(os.environ[VARIABLE], PlaneConfig)
     if config.version != __version__:
-        raise RuntimeError(f"this rank runs Midstream {__version__}, its worker {config.version}: install one version on both")
+        raise RuntimeError(f"this rank runs Midstream {__version__}, but its worker runs {config.version}: install one version on both")
     return config

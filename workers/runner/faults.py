@@ -26,8 +26,8 @@ CALLS = (
 KNOWN = {
     **dict.fromkeys(CALLS, "the call fails on this rank"),
     "admit": "applying a request's steering fails on this rank",
-    "skip_action": "the next action, and no other, is left out on this rank: a row stays empty, and nothing is accounted for",
-    "alter_action": "the next action, and no other, is another one on this rank: a row gets other vectors",
+    "skip_action": "the next action, and only that one, is left out on this rank: a row stays empty, and the action is not recorded",
+    "alter_action": "the next action, and only that one, is replaced on this rank: a row gets other vectors",
     "lose_run": "the next look-up of a source run's row finds nothing on this rank",
     "write": "writing a capture raises OSError",
     "slow_write": "writing a group of captures takes a second longer",

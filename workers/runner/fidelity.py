@@ -24,8 +24,8 @@ class Rule:
     why: str
 
 
-_NO_WINDOW = Rule("sliding_window", (None,), "vLLM attends within the window, transformers' model has none")
-_LLAMA_FILE = "vLLM's Llama file reads it, transformers' model does not"
+_NO_WINDOW = Rule("sliding_window", (None,), "vLLM attends within the window, but transformers' model has none")
+_LLAMA_FILE = "vLLM's Llama file reads it, but transformers' model does not"
 _OWN_OF_LLAMA_FILE = (
     Rule("bias", (None, False), _LLAMA_FILE),
     Rule("qkv_bias", (None, False), _LLAMA_FILE),
@@ -41,7 +41,7 @@ _QWEN = (
     Rule("qk_norm", (None, False), "transformers' model has no such norm"),
 )
 
-_BACKEND_READS = "vLLM's Transformers backend applies it, transformers' model does not"
+_BACKEND_READS = "vLLM's Transformers backend applies it, but transformers' model does not"
 _BACKEND = (
     Rule("attn_logit_softcapping", (None,), _BACKEND_READS),
     Rule("final_logit_softcapping", (None,), _BACKEND_READS),
@@ -50,7 +50,7 @@ _BACKEND = (
 
 #: Of every architecture.
 EVERYWHERE: tuple[Rule, ...] = (
-    Rule("is_causal", (None, True), "the tokens of a prompt would attend to later ones, which no step of a served model has yet"),
+    Rule("is_causal", (None, True), "prompt tokens would attend to later tokens, which a served model has not computed yet"),
     Rule("use_bidirectional_attention", (None, False), "vLLM attends to earlier tokens only"),
 )
 #: Architecture → its own.
@@ -208,7 +208,7 @@ def _of_rope(rope: Mapping[str, Any], config: Any, max_model_len: int, backend: 
     if kind == "dynamic" and max_model_len > config.max_position_embeddings:
         raise DifferentNumbersError(
             f"rope_parameters: with rope_type 'dynamic' vLLM computes prompts of up to max_position_embeddings tokens as "
-            f"transformers does: set max_model_len to {config.max_position_embeddings} or less, it is {max_model_len}"
+            f"transformers does: set max_model_len to {config.max_position_embeddings} or less (now {max_model_len})"
         )
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     if kind != "longrope" or max_model_len <= original:
@@ -216,10 +216,10 @@ def _of_rope(rope: Mapping[str, Any], config: Any, max_model_len: int, backend: 
     if backend:
         raise DifferentNumbersError(
             "rope_parameters: with rope_type 'longrope' a request's rows would depend on the length of others in its batch: "
-            f"set max_model_len to original_max_position_embeddings ({original}) or less, it is {max_model_len}"
+            f"set max_model_len to original_max_position_embeddings ({original}) or less (now {max_model_len})"
         )
     yield (
-        f"longrope: vLLM computes every prompt with the long factors, as max_model_len ({max_model_len}) is more than "
+        f"longrope: vLLM computes every prompt with the long factors, because max_model_len ({max_model_len}) is more than "
         f"original_max_position_embeddings ({original}); transformers computes those of up to {original} tokens with the short ones, "
         f"and their rows differ. With max_model_len={original} all rows are equal."
     )

@@ -66,7 +66,7 @@ class Grading:
         if not due:
             return []
         if logits.ndim != 2 or len(logits) != self._rows:
-            return [(each.tracked, f"the step returned logits {list(logits.shape)}, expected {self._rows} rows") for each in due]
+            return [(each.tracked, f"the step returned logits {list(logits.shape)}; expected {self._rows} rows") for each in due]
         logprobs = torch.log_softmax(logits.index_select(0, _there([each.row for each in due], logits.device)).float(), dim=-1)
         for number, each in enumerate(due):
             if each.grade.keep:

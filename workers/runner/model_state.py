@@ -122,7 +122,7 @@ class RankState:
             self.check_sites(entry.hook, entry.layers)
         rows = steering.standing_rows()
         if len(rows) > MAX_STEERING_ROWS:
-            raise ValueError(f"it takes {len(rows)} rows of the steering table, the limit is {MAX_STEERING_ROWS}")
+            raise ValueError(f"it takes {len(rows)} rows of the steering table; the limit is {MAX_STEERING_ROWS}")
         # Positions that are listed are cut to each prompt; alone each of these entries must be possible.
         listed = [steering_rows([entry.stored([0])])[0] for entry in steering.entries if isinstance(entry.positions, list)]
         for row in rows + listed:

@@ -350,7 +350,7 @@ class DataPlane:
         tracked = self._tracked[request.id] = Tracked(spec, admitted=self._step, cached_tokens=request.cached_tokens)
         self._live.add(spec.key)
         if spec.version != __version__:
-            self._fail(tracked, f"the worker runs Midstream {spec.version}, rank {self._place.rank} runs {__version__}", "")
+            self._fail(tracked, f"the worker runs Midstream {spec.version}, but rank {self._place.rank} runs {__version__}", "")
             return
         try:
             for capture in spec.captures:
@@ -368,7 +368,7 @@ class DataPlane:
             if wanted and "admit" in self.faults:
                 raise RuntimeError("fault injected: admit")
             if (most := max(columns_of(wanted), default=-1) + 1) > ROWS_PER_TOKEN:
-                raise ValueError(f"its steering takes {most} rows of the table at one token, {ROWS_PER_TOKEN} may edit one")
+                raise ValueError(f"its steering takes {most} rows of the table at one token; at most {ROWS_PER_TOKEN} are allowed")
             for entry in (*spec.global_steering, *spec.steering):
                 self.rank_state.check_sites(entry.hook, entry.layers)
             tracked.holds(self._rows.acquire(self._step, wanted))

@@ -64,7 +64,7 @@ class RunStore:
         if files.key in self._runs:
             return
         if files.hidden_size != self._hidden_size:
-            raise ValueError(f"run {files.key}: its rows have {files.hidden_size} elements, the model's {self._hidden_size}")
+            raise ValueError(f"run {files.key}: its rows have {files.hidden_size} elements, but the model's have {self._hidden_size}")
         if not files.positions:
             raise ValueError(f"run {files.key}: it has no rows")
         wanted = self._sites.intersection((hook, layer) for hook, layers in files.sites.items() for layer in layers)
@@ -165,7 +165,7 @@ class RunStore:
             raise ValueError(f"these are rows of {key}")
         if manifest.positions != files.positions:
             theirs, mine = as_ranges(manifest.positions, _SHOWN_RANGES), as_ranges(files.positions, _SHOWN_RANGES)
-            raise ValueError(f"it has positions {theirs}, the run {mine}")
+            raise ValueError(f"it has positions {theirs}, but the run has {mine}")
 
 
 def _site(hook: str, layer: int) -> str:

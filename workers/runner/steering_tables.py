@@ -53,7 +53,7 @@ class VectorStore:
             raise LookupError(f"vector {name[:12]} is not on this rank")
         values = self._vectors[name]
         if list(values.shape) != shape:
-            raise ValueError(f"vector {name[:12]}: its shape is {list(values.shape)}, {shape} is needed")
+            raise ValueError(f"vector {name[:12]}: its shape is {list(values.shape)}; {shape} is needed")
         return values
 
 
@@ -196,7 +196,7 @@ class RowTable:
             return self.vectors.get(name, shape)
         values = self._runs.row(name)
         if list(values.shape) != shape:
-            raise ValueError(f"{name}: its shape is {list(values.shape)}, {shape} is needed")
+            raise ValueError(f"{name}: its shape is {list(values.shape)}; {shape} is needed")
         return values
 
 

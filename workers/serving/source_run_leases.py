@@ -83,4 +83,4 @@ class SourceRunLeases:
         except MidstreamError as error:
             if error.kind != UNAVAILABLE:
                 raise
-            logger.info("could not release the leases of %s on source runs, they will expire: %s", job, error)
+            logger.info("could not release the leases of %s on source runs; they will expire: %s", job, error)

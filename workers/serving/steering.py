@@ -423,7 +423,7 @@ class SteeringReconciler:
             logger.info("ranks diverged again (%d times since the start): %s", self.desyncs, why)
             return
         self._complained = time.monotonic()
-        logger.error("ranks diverged, no job begins until they are resynced: %s", why)
+        logger.error("ranks diverged; no job begins until they are resynced: %s", why)
 
     # -- whether it serves -------------------------------------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class Settlements:
             try:
                 self.look()
             except redis.RedisError as error:
-                logger.info("could not report the ends of settling jobs, will retry: %s", error)
+                logger.info("could not report the ends of settling jobs; will retry: %s", error)
             except Exception:  # the ends of the others are still to be reported
                 logger.exception("could not report the end of a settling job")
             with self._lock:
