@@ -188,7 +188,7 @@ FAMILIES: tuple[Intervention, ...] = (
         "clamp", "clamp", "rewrite",
         "s + strength · (min(max(s·v̂, low), high) − s·v̂) v̂; a component within the range leaves s unchanged, bit for bit",
         "s ← s + strength · (min(max(s·v0, low), high) − s·v0) · v0; a component inside [low, high] leaves the row unchanged",
-        "as feature clamping: Templeton et al. 2024, Scaling Monosemanticity",
+        "like feature clamping: Templeton et al. 2024, Scaling Monosemanticity",
         numbers=(_STRENGTH, Number("low", _STREAM, -NO_LIMIT), Number("high", _STREAM, NO_LIMIT)), limits=("low", "high"),
         unit=True, sums=True,
     ),
