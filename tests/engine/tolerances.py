@@ -56,7 +56,8 @@ FIDELITY = {
     "bfloat16": Tolerance(
         BF16_EXCESS,
         "multiple of transformers' own bf16 error, both against transformers in fp32: the two round in different places, so "
-        "they are equally far from the truth, but differ from each other; where a router chooses experts, the figure is that of the "
-        "median row, and the median over five prompts, because rounding decides the expert of a token near a tie, and later tokens attend to it",
+        "they are equally far from the truth, but differ from each other; where a router chooses experts, the figure is that of "
+        "the median row, and the median over five prompts, because rounding decides the expert of a token near a tie, and later "
+        "tokens attend to it",
     ),
 }
