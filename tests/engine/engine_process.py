@@ -45,6 +45,7 @@ class Answer(msgspec.Struct, omit_defaults=True):
     errors: dict[str, str] = {}
     result: Any = None
     info: Any = None
+    rank_calls: int = 0  # calls that all ranks answered meanwhile
     waiting: int = 0  # the most requests that waited for rows of the steering table at once
 
 
@@ -53,21 +54,36 @@ async def serve(reply: Any) -> None:
 
     engine = VllmEngine(load_settings())
     await engine.start()
+    called = count_rank_calls(engine)
     reply(Answer(info=msgspec.to_builtins(engine.info)))
     for line in iter(lambda: sys.stdin.readline(), ""):
         command = from_json(line, Command)
         if command.call:
             on_ranks = command.call.startswith("midstream_")
-            called = engine._call(command.call, tuple(command.arguments)) if on_ranks else getattr(engine, command.call)(*command.arguments)
-            reply(Answer(result=await called))
+            result = engine._call(command.call, tuple(command.arguments)) if on_ranks else getattr(engine, command.call)(*command.arguments)
+            reply(Answer(result=await result))
             continue
-        answer = Answer()
+        answer, before = Answer(), len(called)
         if command.together:
             await engine._llm.pause_generation(mode="keep", clear_cache=False)
         beside = [look(engine)] if command.look else [resume(engine, command, answer)] if command.together else []
         await asyncio.gather(*(run(engine, job, command, answer) for job in command.jobs), *beside)
+        answer.rank_calls = len(called) - before
         reply(answer)
     await engine.shutdown()
+
+
+def count_rank_calls(engine: Any) -> list[str]:
+    """The methods called on all ranks from now on, as they are called."""
+    called: list[str] = []
+    call = engine._llm.collective_rpc
+
+    async def counted(method: str, **options: Any) -> list[Any]:
+        called.append(method)
+        return list(await call(method, **options))
+
+    engine._llm.collective_rpc = counted
+    return called
 
 
 async def look(engine: Any) -> None:

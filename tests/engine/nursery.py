@@ -140,6 +140,7 @@ class InprocLLM:
         self._stepping: asyncio.Task[None] | None = None
         self._paused = False
         self.model_config, self.vllm_config = llm.model_config, llm.vllm_config
+        self.engine_core = self  # of which `call_utility_async` is used
         self.errored, self.dead_error, self.output_handler = False, None, None
 
     @classmethod
@@ -200,6 +201,11 @@ class InprocLLM:
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         return list(await self._in_thread(lambda: self._llm.collective_rpc(method, args=args)))
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        result = await self._in_thread(getattr(self._core, method), *args)
+        self._go_on()
+        return result
 
     async def reset_prefix_cache(self) -> bool:
         return bool(await self._in_thread(self._llm.reset_prefix_cache))

@@ -126,12 +126,14 @@ def test_captured_rows_end_at_the_stop_string(v1: Host, reference: Reference, st
     free = v1.run(job := v1.job(prompt, max_tokens=12))[job.id][0].token_ids
     stop = f"w{free[stop_at]}"
     stopped = v1.job(prompt, max_tokens=12, capture=capture_of(ALL, "all"), stop=[stop])
-    output = v1.run(stopped)[stopped.id][0]
+    answer = v1.run_any(stopped)
+    (output,) = answer.outputs[stopped.id]
     assert output.finish_reason == "stop"
     assert len(output.token_ids) <= stop_at + 1
     assert v1.capture(stopped).positions(0) == list(range(20 + len(output.token_ids) - 1))
     check_against_reference(v1, reference, stopped, [output])
     assert v1.call("midstream_status")[0]["requests"] == 0
+    assert answer.rank_calls == 0, "the ranks learn it from the engine's next step"
 
 
 def test_token_ids_stay_in_the_vocabulary(v1: Host) -> None:

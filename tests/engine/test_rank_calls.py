@@ -141,3 +141,29 @@ def test_global_steering_is_applied_before_and_after_a_resync(way: str, request:
     assert relative_error(host.capture(plain).array(3), reference.post_block(prompt_of(9), [])[3]) <= FP32_ROWS
     check(host, 3, 3.0)
     host.call("restart_ledgers")
+
+
+@pytest.mark.parametrize("way", ["tp2", "pp2"])
+def test_all_ranks_learn_in_one_step_where_requests_end(way: str, request: pytest.FixtureRequest) -> None:
+    """Stop strings and a cancelled request beside one that goes on, then one when nothing else runs: no rank is called for them."""
+    host: Host = request.getfixturevalue(way)
+    everywhere, own = list(range(host.info["num_layers"])), [steer(send_vector(host, 66), [0])]
+    prompt = prompt_of(20, seed=5)
+    free = host.run(job := host.job(prompt, max_tokens=12))[job.id][0].token_ids
+    stopping = {"max_tokens": 12, "capture": capture_of(everywhere, "all"), "stop": [f"w{free[3]}"]}
+    stopped = [host.job(prompt, steering=own if number == 1 else None, **stopping) for number in range(3)]
+    cancelled, other = (host.job(prompt_of(20, seed=n), max_tokens=40, capture=stopping["capture"], steering=own) for n in (6, 7))
+    answer = host.run_any(*stopped, cancelled, other, cancel_after={cancelled.id: 5})
+    assert (answer.errors, answer.rank_calls) == ({}, 0)
+    alone = host.job(prompt, **stopping)
+    last = host.run_any(alone)
+    assert (last.errors, last.rank_calls) == ({}, 0)
+    for each in (*stopped, alone, other):
+        first, second = host.receipts(each)
+        assert (first.status, second.status, first.step) == ("ok", "ok", second.step)
+        assert first.checksum == second.checksum or way == "pp2"
+        (output,) = {**answer.outputs, **last.outputs}[each.id]
+        assert host.capture(each).positions(0) == list(range(20 + len(output.token_ids) - 1)), "what was computed beyond is cut"
+    assert not (host.root / "default" / cancelled.id).exists()
+    assert {(rank["requests"], rank["rows_used"]) for rank in host.call("midstream_status")} == {(0, 0)}
+    assert host.call("same_content")

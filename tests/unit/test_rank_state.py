@@ -251,7 +251,6 @@ ACTIONS: dict[str, Callable[[Rig], None]] = {
     "set_module": lambda rig: rig.plane.rank_state.set_module("sad", JOY, [NAME]),
     "rollback_module": lambda rig: rig.plane.rank_state.rollback_module("joy", JOY),
     "restart_ledger": lambda rig: rig.plane.restart(),
-    "end": lambda rig: rig.plane.end("j1.0.1", 6),
     "cleanse": lambda rig: rig.plane.cleanse([0]),
 }
 
@@ -278,9 +277,9 @@ def test_refusals_are_returned_and_bugs_are_raised(rig: Rig, error: Exception) -
     def bug() -> None:
         raise TypeError("a bug")
 
-    assert answer(rig.plane.faults, "end", refuse) == (False, "gone")
+    assert answer(rig.plane.faults, "cleanse", refuse) == (False, "gone")
     with pytest.raises(TypeError):
-        answer(rig.plane.faults, "end", bug)
+        answer(rig.plane.faults, "cleanse", bug)
 
 
 # -- two ranks -------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,13 @@ from ...schemas.global_capture import from_settings
 from ...schemas.models import ModelInfo, TokenizerBundle
 from ...schemas.selectors import HOOKS
 from ...schemas.settings import Settings, SettingsError
-from ...schemas.specs import RankSpec
 from ...schemas.steering import GlobalSteering, RankSteering
 from ...schemas.version import __version__
 from ..runner.architectures import UnsupportedArchitectureError, describe
 from ..runner.config import PlaneConfig
 from ..runner.consumers import available
 from .admission import CaptureBudget, StepRows
+from .ends import Ends
 from .identity import BOOT
 from .protocol import EngineRequest, Progress
 from .rank_control import RankControl, rank_steering, row_wish
@@ -58,7 +58,7 @@ class VllmEngine(RankControl):
         self._live: dict[tuple[str, int], set[str]] = {}
         self._stopping = False
         self._broken = ""  # why the ranks' answers are no longer reliable
-        self._ending: set[asyncio.Future[None]] = set()
+        self._ends = Ends(self._send_ends)
 
     async def start(self) -> None:
         settings = self._settings
@@ -145,6 +145,7 @@ class VllmEngine(RankControl):
         live = self._live.setdefault((ask.job, ask.attempt), set())
         live.add(request_id)
         submitted = over = False
+        ended: Awaitable[None] | None = None
         try:
             async with (
                 self._entering.admitted(len(ask.token_ids) if ask.entry is not None and self.enters else 0),
@@ -164,9 +165,11 @@ class VllmEngine(RankControl):
                         if progress is not None and progress.finished is not None:
                             over = True
                             if spec is not None and spec.told_when_over:
-                                await self._end(spec, spec.prompt_tokens + len(progress.finished.token_ids))
+                                ended = self._ends.notify(spec.key, spec.prompt_tokens + len(progress.finished.token_ids))
                         if progress is not None:
                             yield progress
+                if ended is not None:
+                    await ended  # vLLM may abort a request after it returned its output: its rows are not free before
         except EngineDeadError as error:
             raise MidstreamError("engine_failed", f"the engine died: {error}") from error
         finally:
@@ -174,10 +177,7 @@ class VllmEngine(RankControl):
             if not live:
                 self._live.pop((ask.job, ask.attempt), None)
             if submitted and not over and spec is not None and not self._llm.errored:
-                # Cancelled: vLLM has already sent its abort, so the ranks receive this after it or with it.
-                task = asyncio.ensure_future(self._end(spec, -1))
-                self._ending.add(task)
-                task.add_done_callback(self._ended)
+                self._ends.notify(spec.key, -1)  # cancelled: vLLM has already sent its abort, so the ranks receive this after it or with it
 
     def _captured_rows(self, ask: EngineRequest, positions: int = sys.maxsize) -> int:
         """How many rows the captures of one prompt may have, of at most so many positions."""
@@ -218,14 +218,13 @@ class VllmEngine(RankControl):
                 return self._broken
             await asyncio.sleep(_HEALTH_INTERVAL_S)
 
-    async def _end(self, spec: RankSpec, num_tokens: int) -> None:
-        """Notify the ranks where a request ends, see `DataPlane.end`."""
-        await self._ranks.apply("ending a request", "midstream_end", spec.key, num_tokens)
-
-    def _ended(self, task: "asyncio.Future[None]") -> None:
-        self._ending.discard(task)
-        if not task.cancelled() and task.exception() is not None and not self._llm.errored:
-            logger.error("could not notify the ranks of a cancelled request: %s", task.exception())
+    async def _send_ends(self, ends: list[tuple[str, int]]) -> None:
+        """Have the ranks notified where requests end, see `DataPlane.end`: with the next step, not by a call that it waits for."""
+        try:
+            await self._llm.engine_core.call_utility_async("midstream_end", ends)
+        except Exception as error:
+            if not self._stopping and not self._llm.errored:
+                self._broken = f"the engine core did not take the ends of {len(ends)} requests: {error}"
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .quarantine import attach_found
-from .scheduler import finishes, keeping, load
+from .scheduler import ends, finishes, keeping, load
 from .step import NewRequest, RequestRows, StepView
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class _Adapter:
                 preempted,
                 keeping(scheduler_output),
                 _resumed(scheduler_output),
+                ends(scheduler_output),
             )
 
     def _drain(self) -> None:

@@ -18,7 +18,6 @@ CALLS = (
     "set_module",
     "rollback_module",
     "restart_ledger",
-    "end",
     "cleanse",
 )
 

@@ -121,6 +121,8 @@ class DataPlane:
     def end(self, key: str, num_tokens: int) -> None:
         """Record where a request (`RankSpec.key`) ends, as reported by the worker: after `num_tokens`, prompt included, or -1: forget it.
 
+        Called in `begin`, with what travelled with the step: every rank gets it in the same one.
+
         The engine may have computed more by then, and calls an output that a stop string ended, as well as a cancelled
         one, aborted.
         """
@@ -208,11 +210,12 @@ class DataPlane:
         preempted: int,
         keeping: Keeping | None = None,
         resumed: dict[str, int] | None = None,
+        ends: Sequence[tuple[str, int]] = (),
     ) -> None:
         """Requests that ended before this step, then new ones: rows are released before they are acquired.
 
         `preempted`: requests that lost their KV cache before this step; their rows stay recorded. `resumed`: those that go on
-        now → tokens that the prefix cache serves them.
+        now → tokens that the prefix cache serves them. `ends`: what `end` takes.
         """
         self._keeping = keeping
         self._step += 1
@@ -224,6 +227,8 @@ class DataPlane:
             if tracked is not None:
                 with self._guard([tracked], ""):
                     self._finish(tracked, finished[request_id])
+        for key, num_tokens in ends:
+            self.end(key, num_tokens)
         if new and not self._tracked:
             self._schedule = 0
         for request in new:

@@ -24,6 +24,7 @@ from .step import Finish, Load
 
 _KEY = "midstream"
 _FINISHES = "midstream_finishes"
+_ENDS = "midstream_ends"
 _KEEPING = "midstream_keeping"
 _LOAD = "midstream_load"
 
@@ -46,6 +47,11 @@ def finishes(scheduler_output: Any) -> dict[str, Finish]:
     return getattr(scheduler_output, _FINISHES, {})
 
 
+def ends(scheduler_output: Any) -> list[tuple[str, int]]:
+    """What the worker reported since the last step, see `DataPlane.end`: `RankSpec.key` and number of tokens."""
+    return getattr(scheduler_output, _ENDS, [])
+
+
 def keeping(scheduler_output: Any) -> Keeping | None:
     """Orders to the ranks about stored rows in this step."""
     return getattr(scheduler_output, _KEEPING, None)
@@ -62,6 +68,8 @@ class _Midstream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._midstream_finished: dict[str, Finish] = {}
+        self._midstream_ends: list[tuple[str, int]] = []
+        _accept_ends()
         self._midstream_capturing: dict[str, RankSpec] = {}  # live requests that capture prompt rows
         #: Live requests whose forward may begin at a higher layer → (their base's run, first position touched).
         self._midstream_entering: dict[str, tuple[str, int]] = {}
@@ -83,6 +91,14 @@ class _Midstream:
         if getattr(request, _HASHED_IN, _epoch) != _epoch:
             _hash_anew(request)
         super().add_request(request)  # type: ignore[misc]
+
+    def midstream_end(self, ends: list[tuple[str, int]]) -> None:
+        """Have all ranks receive this with the next step, of which there will be one."""
+        self._midstream_ends += ends
+
+    def has_finished_requests(self) -> bool:
+        """Also while the ranks do not know where one ends: vLLM runs a step without tokens, if it has no other."""
+        return bool(self._midstream_ends) or bool(super().has_finished_requests())  # type: ignore[misc]
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._midstream_quarantine.leaving(request.request_id)
@@ -108,6 +124,9 @@ class _Midstream:
                 if request_id in self._midstream_finished
             }
             setattr(output, _FINISHES, told)
+        if self._midstream_ends:
+            setattr(output, _ENDS, self._midstream_ends)
+            self._midstream_ends = []
         if self._midstream_capturing or self._midstream_rows.pending:
             setattr(output, _KEEPING, self._keeping(output))
         running, queued = self.get_request_counts()  # type: ignore[attr-defined]
@@ -195,6 +214,16 @@ class MidstreamScheduler(_Midstream, Scheduler):
 
 class MidstreamAsyncScheduler(_Midstream, AsyncScheduler):
     """For engines with asynchronous scheduling."""
+
+
+def _accept_ends() -> None:
+    """Let the worker call `EngineCore.midstream_end`. The core answers without a call to its ranks."""
+    from vllm.v1.engine.core import EngineCore  # loaded where a scheduler is made; the ranks read this module without it
+
+    def midstream_end(self: Any, ends: list[tuple[str, int]]) -> None:
+        self.scheduler.midstream_end([(key, num_tokens) for key, num_tokens in ends])
+
+    EngineCore.midstream_end = midstream_end
 
 
 def _hash_anew(request: Any, *, always: bool = False) -> None:

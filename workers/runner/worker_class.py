@@ -125,9 +125,6 @@ class MidstreamWorker(PlatformWorker):
         """Undoes `midstream_set_module(name, digest, …)`, in the same way as `midstream_rollback_global`."""
         return self._answer("rollback_module", lambda plane: plane.rank_state.rollback_module(name, digest))
 
-    def midstream_end(self, key: str, num_tokens: int) -> tuple[bool, str]:
-        return self._answer("end", lambda plane: plane.end(key, num_tokens))
-
     def midstream_cleanse(self, steps: list[int]) -> tuple[bool, str]:
         return self._answer("cleanse", lambda plane: plane.cleanse(steps))
 
