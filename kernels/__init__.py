@@ -5,5 +5,7 @@ looks for; then it is empty, and registers no op a second time.
 """
 
 if __name__ == "midstream.kernels":
+    from .ops import idle_sites as idle_sites
     from .ops import pair_site as pair_site
     from .ops import single_site as single_site
+    from .ops import sites_idle as sites_idle

@@ -3,6 +3,9 @@
 The schemas name every tensor that is written, so that no compiler drops or reorders a call.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 
 from . import reference
@@ -22,6 +25,35 @@ for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
 
 
+#: Of this process: an op that runs does nothing. A graph that is captured meanwhile has no launch of a site in it, however often and
+#: whenever it is replayed.
+_idle = False
+
+
+@contextmanager
+def idle_sites(idle: bool) -> Iterator[None]:
+    """Within, the ops do nothing, if `idle`; else what their tensors say. The only state of the ops."""
+    global _idle
+    before, _idle = _idle, idle
+    try:
+        yield
+    finally:
+        _idle = before
+
+
+def sites_idle() -> bool:
+    """Whether an op that ran now would do nothing."""
+    return _idle
+
+
+def _unless_idle(site: Callable[..., None]) -> Callable[..., None]:
+    def run(*tensors: torch.Tensor) -> None:
+        if not _idle:
+            site(*tensors)
+
+    return run
+
+
 def _nothing(*_: torch.Tensor) -> None:
     """For tracing: no result, and no shape changes."""
 
@@ -39,10 +71,10 @@ def _single_site_on_gpu(*tensors: torch.Tensor) -> None:
     single_site(*tensors)
 
 
-_library.impl("pair_site", reference.pair_site, "CPU")
-_library.impl("single_site", reference.single_site, "CPU")
-_library.impl("pair_site", _pair_site_on_gpu, "CUDA")
-_library.impl("single_site", _single_site_on_gpu, "CUDA")
+_library.impl("pair_site", _unless_idle(reference.pair_site), "CPU")
+_library.impl("single_site", _unless_idle(reference.single_site), "CPU")
+_library.impl("pair_site", _unless_idle(_pair_site_on_gpu), "CUDA")
+_library.impl("single_site", _unless_idle(_single_site_on_gpu), "CUDA")
 _library._register_fake("pair_site", _nothing)
 _library._register_fake("single_site", _nothing)
 

@@ -303,6 +303,15 @@ def lowest_position(selector: PositionSelector, prompt_tokens: int) -> int:
     return selector.start if isinstance(selector, Window) else min(selector)
 
 
+def end_position(selector: PositionSelector, prompt_tokens: int) -> int:
+    """The first absolute position behind all that a resolved selector names; `sys.maxsize` if it names all that is generated."""
+    if isinstance(selector, str):
+        return prompt_tokens if selector in ("last_prompt", "all_prompt") else sys.maxsize
+    if isinstance(selector, Window):
+        return sys.maxsize if selector.stop is None else selector.stop
+    return max(selector) + 1
+
+
 def depends_on_prompt(selector: PositionSelector) -> bool:
     """Whether a resolved selector selects other positions in a longer prompt with the same beginning."""
     return selector in ("last_prompt", "all_prompt", "all_generated")

@@ -10,7 +10,19 @@ from .base import Record
 from .dtypes import ITEM_BYTES, RowDType
 from .interventions import FAMILY, MEANINGS, Family, SteeringOp
 from .limits import MAX_CONSUMERS, MAX_ENTRIES, MAX_HOOKS, MAX_MODULE_NAME, MAX_POSITIONS, MAX_TAG, Count, Index, Name
-from .selectors import DimensionSelector, Hook, HookName, LayerSelector, Place, PositionSelector, RequestedPositions, Window, select
+from .selectors import (
+    DimensionSelector,
+    Hook,
+    HookName,
+    LayerSelector,
+    Place,
+    PositionSelector,
+    RequestedPositions,
+    Window,
+    end_position,
+    lowest_position,
+    select,
+)
 from .tensors import Tensor
 
 #: A tag is a folder name: one path segment, so it cannot leave the capture root.
@@ -279,6 +291,13 @@ class RankSpec(Record):
 
 
 CaptureStatus = Literal["not_requested", "pending", "ok", "partial", "error", "timed_out"]
+
+
+def touched(spec: RankSpec) -> tuple[int, int]:
+    """The window `[first, stop)` of positions that the request's steering and captures name; `(0, 0)`: none."""
+    named = [entry.positions for entry in (*spec.global_steering, *spec.steering)] + [capture.positions for capture in spec.captures]
+    first = min((lowest_position(each, spec.prompt_tokens) for each in named), default=0)
+    return first, max((end_position(each, spec.prompt_tokens) for each in named), default=0)
 
 
 #: So many rows of the ranks' steering table may edit *one token* for its request, and as many more for everyone's sake.

@@ -70,8 +70,20 @@ def mixed_batch(host: Host, reference: Reference, longest: int = 100, max_tokens
 def test_compiled_forward_captures_and_steers_like_the_reference(compiled: Host, reference: Reference) -> None:
     """The op is not dead code, and idle steps of the same graph leave nothing behind."""  # field case 5
     mixed_batch(compiled, reference)
+    before = compiled.call("midstream_status")[0]
     compiled.run(compiled.job(prompt_of(20), max_tokens=3))
+    after = compiled.call("midstream_status")[0]
+    assert after["idle_steps"] - before["idle_steps"] == after["step"] - before["step"] >= 3
     mixed_batch(compiled, reference)
+    assert compiled.call("midstream_status")[0]["idle_steps"] - after["idle_steps"] <= 1  # the step after the last request
+
+
+def test_prompt_captures_leave_decode_steps_idle(compiled: Host) -> None:
+    before = compiled.call("midstream_status")[0]
+    job = compiled.job(prompt_of(20), max_tokens=6, capture=capture_of([1], "all_prompt"))
+    compiled.run(job)
+    assert compiled.capture(job).positions(0) == list(range(20))
+    assert compiled.call("midstream_status")[0]["idle_steps"] - before["idle_steps"] >= 5
 
 
 def test_v2_runner_captures_and_steers_like_the_reference(v2: Host, reference: Reference) -> None:

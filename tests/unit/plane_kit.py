@@ -13,6 +13,7 @@ from rank_kit import HIDDEN, Rank, Request, make_buffers, steering
 
 from midstream import __version__
 from midstream.client.captures.reader import CaptureReader
+from midstream.kernels import idle_sites
 from midstream.schemas.base import from_msgpack
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.selectors import lowest_position
@@ -31,8 +32,8 @@ VECTOR = from_numpy(np.full(HIDDEN, 2.0, dtype=np.float32))
 class Rig:
     """One rank's data plane with real files and a real outbox; the forward only visits the sites."""
 
-    def __init__(self, directory: Path, *, rank: int = 0, world: int = 1, **options: Any) -> None:
-        """`world` ranks are one stage."""
+    def __init__(self, directory: Path, *, rank: int = 0, world: int = 1, traced: bool = False, **options: Any) -> None:
+        """`world` ranks are one stage. `traced`: its forward does not ask whether a site is busy."""
         self.directory = directory
         config = PlaneConfig(
             version=__version__,
@@ -60,11 +61,12 @@ class Rig:
             fault="rpc",
         )
         config = msgspec.structs.replace(config, **options)
-        self._rank = Rank(capacity=CAPACITY)
-        sizes = {"configurations": config.steering_rows, "entries": config.steering_entries}
+        self._rank = Rank(capacity=CAPACITY, traced=traced)
+        sizes = {"configurations": config.steering_rows, "entries": config.steering_entries, "ring_rows": len(self._rank.buffers.ring)}
         self._rank.buffers = make_buffers(len(self._rank.sites), capacity=CAPACITY, **sizes)
         place = Place(rank=rank, world=world, tp=rank, pp=0, stages=1)
-        self.plane = DataPlane(config, place, self._rank.sites, self._rank.buffers, num_layers=2, traced=False)
+        self.plane = DataPlane(config, place, self._rank.sites, self._rank.buffers, num_layers=2, traced=traced)
+        self.idle = False  # whether the last forward was of the idle family
         self.plane.rank_state.put_vectors({content_hash(VECTOR): VECTOR})
 
     def left(self, hook: str, layer: int) -> np.ndarray:
@@ -86,21 +88,25 @@ class Rig:
         keeping: Keeping | None = None,
         hidden: Sequence[float] = (),
         cached: int = 0,
+        told: Sequence[tuple[Request, int, int]] = (),
     ) -> None:
         """`hidden`: of each row what leaves the last layer, in every element; empty: this is not the last stage.
 
-        `cached`: tokens of the last new request that the prefix cache serves.
+        `cached`: tokens of the last new request that the prefix cache serves. `told`: the windows that the scheduler sends, where they
+        are others than the runner's.
         """
         ends = {str(r.number): Finish(list(range(1000, 1000 + r.total)), r in aborted) for r in (*finished, *aborted)}
         arrived = [NewRequest(str(r.number), msgspec.to_builtins(spec_of(r)), cached if r is new[-1] else 0) for r in new]
         self.plane.begin(arrived, ends, 0, keeping)
+        self.idle = self.plane.choose((str(request.number), first, count) for request, first, count in told or windows)
         rows, row = [], 0
         for request, first, count in windows:
             rows.append(RequestRows(str(request.number), row, count, first))
             row += count
         self.plane.plan(StepView(rows, row))
         if windows:
-            self._rank.forward(*windows)
+            with idle_sites(self.idle):
+                self._rank.forward(*windows)
         self.plane.drain(torch.tensor(hidden)[:, None].expand(-1, HIDDEN) if hidden else None)
 
     def receipts(self) -> list[Receipt]:

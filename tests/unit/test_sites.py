@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from midstream.kernels import idle_sites
 from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLOT, Planned
 from midstream.schemas.interventions import PLACE
 from midstream.schemas.selectors import HOOKS, Hook
@@ -213,8 +214,12 @@ def test_a_traced_graph_serves_idle_and_busy_steps_and_keeps_every_site() -> Non
     assert not any(site.busy for site in sites)
     capture_all(sites, buffers)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        compiled(X)
+        with idle_sites(True):
+            idle = compiled(X)
+        assert not buffers.ring.any()
+        busy = compiled(X)
     assert all(rows.any() for rows in captured(sites, buffers).values())
+    assert torch.equal(idle, busy)
 
 
 def test_an_idle_site_calls_nothing_and_a_site_of_a_captured_graph_always_does() -> None:

@@ -3,10 +3,14 @@
 Both adapters are mixed in front of the platform's runner class; see `docs/decisions/0001-contracts.md`.
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...kernels import idle_sites
+from .graph_families import capture_both_families, dispatch_by_family
 from .quarantine import attach_found
 from .scheduler import ends, finishes, keeping, load
 from .step import NewRequest, RequestRows, StepView
@@ -35,12 +39,23 @@ def _resumed(scheduler_output: Any) -> dict[str, int]:
     return {req_id: computed for req_id, computed in pairs if req_id in cached.resumed_req_ids}
 
 
+def _windows(scheduler_output: Any) -> Iterator[tuple[str, int, int]]:
+    """(request, first position, how many) of the step, as the scheduler sends it to every rank."""
+    counts, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
+    for data in scheduler_output.scheduled_new_reqs:
+        yield data.req_id, data.num_computed_tokens, counts[data.req_id]
+    for req_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield req_id, computed, counts[req_id]
+
+
 class _Adapter:
     """What both runners share: the order of begin, forward, drain."""
 
     midstream: "DataPlane | None" = None
 
-    def _begin(self, scheduler_output: Any) -> None:
+    def _begin(self, scheduler_output: Any) -> AbstractContextManager[None]:
+        """Within it the step runs: its forward is of the idle or of the busy family."""
+        idle = False
         if self.midstream is not None:
             preempted = len(scheduler_output.preempted_req_ids or ())
             self.midstream.load = load(scheduler_output)
@@ -52,6 +67,8 @@ class _Adapter:
                 _resumed(scheduler_output),
                 ends(scheduler_output),
             )
+            idle = self.midstream.choose(_windows(scheduler_output))
+        return idle_sites(idle)
 
     def _drain(self) -> None:
         if self.midstream is not None:
@@ -69,10 +86,18 @@ class V1Adapter(_Adapter):
     """`vllm.v1.worker.gpu_model_runner.GPUModelRunner` and its CPU subclass."""
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
-        self._begin(scheduler_output)
-        output = super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
+        with self._begin(scheduler_output):
+            output = super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
         self._drain()
         return output
+
+    def two_families(self) -> None:
+        """Before the dispatcher has keys."""
+        dispatch_by_family(self.cudagraph_dispatcher)  # type: ignore[attr-defined]
+
+    def _warmup_and_capture(self, desc: Any, *args: Any, **kwargs: Any) -> None:
+        with idle_sites(desc.idle):
+            super()._warmup_and_capture(desc, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens, *args, **kwargs)  # type: ignore[misc]
@@ -100,10 +125,20 @@ class V2Adapter(_Adapter):
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None, dummy_run: bool = False, **kwargs: Any) -> Any:
         if dummy_run:
             return super().execute_model(scheduler_output, intermediate_tensors, dummy_run=True, **kwargs)  # type: ignore[misc]
-        self._begin(scheduler_output)
-        output = super().execute_model(scheduler_output, intermediate_tensors, **kwargs)  # type: ignore[misc]
+        with self._begin(scheduler_output):
+            output = super().execute_model(scheduler_output, intermediate_tensors, **kwargs)  # type: ignore[misc]
         self._drain()
         return output
+
+    def two_families(self) -> None:
+        """The manager does not exist yet."""
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the manager of the graphs, once for profiling and once to stay."""
+        made = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        if self.cudagraph_manager is not None:  # type: ignore[attr-defined]
+            capture_both_families(self.cudagraph_manager)  # type: ignore[attr-defined]
+        return made
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]

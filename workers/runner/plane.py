@@ -7,7 +7,7 @@ An error in here must not take the engine down: it fails the requests concerned,
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,7 @@ from ...broker.receipts.outbox import Outbox
 from ...kernels.plan import ROWS_PER_TOKEN
 from ...schemas.faults import arm
 from ...schemas.selectors import select
-from ...schemas.specs import RankSpec, columns_of, steering_rows
+from ...schemas.specs import RankSpec, columns_of, steering_rows, touched
 from ...schemas.version import __version__
 from ...storage.store import open_store
 from .actions import ActionLedger
@@ -53,6 +53,7 @@ FLUSH_S = 5.0
 
 _TAINTED = "its cached prefix was computed by a request whose intervention failed"
 _TAINTING = "its cached prefix is being computed by a request whose intervention failed"
+_IDLE = "internal error: its rows are not where the scheduler said: the step's forward runs without hook sites"
 _BEGAN_ANEW = "the worker's ranks were resynced while the request ran: its steering cannot be verified"
 
 
@@ -104,7 +105,9 @@ class DataPlane:
         self._ends: dict[str, int] = {}  # reported by the worker, for requests that have not finished here
         self._finished: dict[str, tuple[Tracked, Finish]] = {}  # finished here; the worker has not reported where they end
         self.load = Load()
-        self._step = 0
+        self._traced = traced
+        self._idle = False  # the forward that follows is of the idle family
+        self._step = self._idle_steps = 0
         self._preemptions = 0
         self._schedule = 0  # how batches were composed since this rank last began with nothing to do: two runs can be compared
         self._token_rows = 0  # computed so far, rejected drafts included
@@ -164,6 +167,7 @@ class DataPlane:
             "tp": self._place.tp,
             "pp": self._place.pp,
             "step": self._step,
+            "idle_steps": self._idle_steps,
             "checksum": self.actions.checksum,
             "actions": self.actions.count,
             "epoch": self.actions.epoch,
@@ -259,6 +263,20 @@ class DataPlane:
             recording.compact(lambda rows: self._slabs.new_slab(rows, self._hidden_size, self._dtype))
         self._slabs.collect()
 
+    def choose(self, windows: Iterable[tuple[str, int, int]]) -> bool:
+        """Whether the forward of these (request, first position, how many) is of the idle family, in which no site does anything.
+
+        From what every rank is sent alone: the ranks of a stage must replay the same graph, also those that record nothing or whose
+        own plan fails. A forward that runs as Python has no families, and asks each site.
+        """
+        self._idle = self._traced and not (self._tracked and any(self._touches(*window) for window in windows))
+        self._idle_steps += self._idle
+        return self._idle
+
+    def _touches(self, request_id: str, first: int, count: int) -> bool:
+        tracked = self._tracked.get(request_id)
+        return tracked is not None and first < tracked.touched[1] and tracked.touched[0] < first + count
+
     def plan(self, view: StepView) -> None:
         """Fill the buffers for the forward pass that follows."""
         self._token_rows += view.num_rows
@@ -268,6 +286,11 @@ class DataPlane:
         places = [(rows.first_row, rows.num_rows, rows.first_position) for rows in view.requests]
         self._schedule = zlib.crc32(msgspec.msgpack.encode(places), self._schedule)
         mine = [(self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked]
+        if self._idle:
+            lost = {rows.id for _, rows in mine if self._touches(rows.id, rows.first_position, rows.num_rows)}
+            for request_id in lost:
+                self._fail(self._tracked[request_id], _IDLE, "intervention_failed")
+            mine = [(tracked, rows) for tracked, rows in mine if rows.id not in lost]
         with self._guard([tracked for tracked, _ in mine if tracked.rows], "intervention_failed"):
             self._planner.plan_steering(mine)
         with self._guard([tracked for tracked, _ in mine if tracked.recordings], "capture_failed"):
@@ -352,7 +375,8 @@ class DataPlane:
         except msgspec.ValidationError as error:  # another version's, most likely
             self._refuse(request.spec, f"rank {self._place.rank} (Midstream {__version__}) cannot read the request: {error}")
             return
-        tracked = self._tracked[request.id] = Tracked(spec, admitted=self._step, cached_tokens=request.cached_tokens)
+        tracked = Tracked(spec, admitted=self._step, cached_tokens=request.cached_tokens, touched=touched(spec))
+        self._tracked[request.id] = tracked
         self._live.add(spec.key)
         if spec.version != __version__:
             self._fail(tracked, f"the worker runs Midstream {spec.version}, but rank {self._place.rank} runs {__version__}", "")

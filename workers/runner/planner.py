@@ -4,6 +4,7 @@
 resume need no case of their own.
 """
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Tracked:
     reported: bool = False
     admitted: int = 0  # the step in which it came, or went on after a preemption
     cached_tokens: int = 0  # served by the prefix cache then
+    touched: tuple[int, int] = (0, sys.maxsize)  # see `schemas.specs.touched`
     unsound: bool = False  # the model gave rows that are not finite, before any edit could reach them
     graded: Callable[[], list[float]] | None = None  # what `RankSpec.grade` asked; waits for the values
 

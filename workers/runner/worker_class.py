@@ -51,6 +51,7 @@ class MidstreamWorker(PlatformWorker):
             mixed = (*mixed, CpuBlocks)
         # The platform names its runner class in code; an instance takes ours, which adds methods and no state.
         runner.__class__ = type(f"Midstream{type(runner).__name__}", (*mixed, type(runner)), {})
+        runner.two_families()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         config, model = plane_config(), self.model_config

@@ -1,0 +1,350 @@
+"""vLLM's own dispatchers, managers and graph wrappers hold two graphs for each shape; what stands for CUDA is fake."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from plane_kit import Rig, capturing, steered
+from rank_kit import HIDDEN, Request, steering
+from vllm.compilation import cuda_graph
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+
+from midstream.kernels import idle_sites, single_site, sites_idle
+from midstream.kernels.plan import Does, SitePlan
+from midstream.schemas.selectors import PositionSelector, Window
+from midstream.schemas.specs import RankSpec, StoredCapture, touched
+from midstream.workers.runner.adapters import V1Adapter, V2Adapter
+from midstream.workers.runner.graph_families import Batch, Execution, capture_both_families, dispatch_by_family
+
+SIZES = [1, 2, 4, 8]
+BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+class Graph:
+    """Stands for a CUDA graph: remembers whether the site did anything in the forward that it was captured from."""
+
+    captured: "list[Graph]" = []
+    replayed: "list[Graph]" = []
+
+    def __init__(self) -> None:
+        self.worked = False
+
+    def replay(self) -> None:
+        Graph.replayed.append(self)
+
+
+@contextlib.contextmanager
+def recording(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
+    Graph.captured.append(graph)
+    Forward.worked = False
+    yield
+    graph.worked = Forward.worked
+
+
+class Forward:
+    """A forward with one site, whose plan has an edit, so that it shows whether the site ran."""
+
+    worked = False
+
+    def __init__(self) -> None:
+        plan = SitePlan(HIDDEN, [{"add": Does(torch.ones(1, HIDDEN))}], {0: [1]})
+        self._planned = (torch.zeros(1, HIDDEN), *plan.build(capacity=max(SIZES), dtype=torch.float32))
+
+    def __call__(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        stream = torch.zeros(len(input_ids), HIDDEN)
+        single_site(stream, *self._planned)
+        Forward.worked = bool(stream.any())
+        return stream
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
+    made = VllmConfig()
+    made.compilation_config.mode = CompilationMode.VLLM_COMPILE
+    made.compilation_config.cudagraph_mode = BOTH
+    made.compilation_config.splitting_ops = list(made.compilation_config._attention_ops)
+    made.compilation_config.cudagraph_capture_sizes = list(SIZES)
+    made.compilation_config.max_cudagraph_capture_size = max(SIZES)
+    Graph.captured, Graph.replayed = [], []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    for module in (cuda_graph, cudagraph_utils):
+        monkeypatch.setattr(module, "capture_pool", lambda *_: contextlib.nullcontext())
+        monkeypatch.setattr(module, "current_stream", lambda: None)
+    monkeypatch.setattr(cuda_graph, "weak_ref_tensors", lambda output: output)
+    monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None)
+    return made
+
+
+@pytest.fixture
+def dispatcher(config: VllmConfig) -> CudagraphDispatcher:
+    made = CudagraphDispatcher(config)
+    dispatch_by_family(made)
+    return made
+
+
+@pytest.fixture
+def manager(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> ModelCudaGraphManager:
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True))
+    monkeypatch.setattr(cudagraph_utils, "graph_capture", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
+    monkeypatch.setattr(cudagraph_utils, "has_compiled_submodule", lambda _: True)
+    monkeypatch.setattr(cudagraph_utils, "prepare_inputs_to_capture", lambda *_, **__: (None, None))
+    made = ModelCudaGraphManager(config, torch.device("cpu"), BOTH, 1)
+    capture_both_families(made)
+    return made
+
+
+def captured(manager: ModelCudaGraphManager, model: Any) -> None:
+    buffers = SimpleNamespace(**{name: torch.zeros(max(SIZES)) for name in ("input_ids", "positions", "is_padding")})
+    state = SimpleNamespace(prepare_dummy_inputs=lambda *_: {})
+    manager.capture(model, state, buffers, None, None, [], None)  # type: ignore[arg-type]
+
+
+# --- the v1 runner ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [BOTH, CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY])
+def test_v1_dispatches_every_shape_to_a_key_of_the_family_that_runs(dispatcher: CudagraphDispatcher, mode: CUDAGraphMode) -> None:
+    stock = CudagraphDispatcher(dispatcher.vllm_config)
+    stock.initialize_cudagraph_keys(mode)
+    dispatcher.initialize_cudagraph_keys(mode)
+    for kind, keys in stock.cudagraph_keys.items():
+        assert len(dispatcher.cudagraph_keys[kind]) == 2 * len(keys)
+    for tokens in range(1, max(SIZES) + 2):
+        for uniform in (False, True):
+            theirs = stock.dispatch(tokens, uniform_decode=uniform)
+            for idle in (False, True):
+                with idle_sites(idle):
+                    kind, found = dispatcher.dispatch(tokens, uniform_decode=uniform)
+                assert (kind, found.num_tokens, found.num_reqs, found.uniform) == (
+                    theirs[0], theirs[1].num_tokens, theirs[1].num_reqs, theirs[1].uniform
+                )  # fmt: skip
+                if kind == CUDAGraphMode.NONE:
+                    assert found == theirs[1]
+                else:
+                    assert isinstance(found, Batch)
+                    assert found.idle == idle
+                    assert found in dispatcher.cudagraph_keys[kind]
+
+
+def test_v1_captures_in_one_order_on_every_rank(dispatcher: CudagraphDispatcher) -> None:
+    """A set's order differs between processes, and custom all-reduce pairs the buffers of graphs by the order of capture."""
+    dispatcher.initialize_cudagraph_keys(BOTH)
+    order = dispatcher.get_capture_descs()
+    for keys in dispatcher.cudagraph_keys.values():
+        shuffled = sorted(keys, key=lambda each: (not each.idle, each.num_tokens))  # type: ignore[attr-defined]
+        keys.clear()
+        keys.update(shuffled)
+    monkey = {mode: list(reversed(list(keys))) for mode, keys in dispatcher.cudagraph_keys.items()}
+    dispatcher.cudagraph_keys = monkey  # type: ignore[assignment]
+    assert dispatcher.get_capture_descs() == order
+    assert [[(each.num_tokens, each.idle) for each in found] for _, found in order] == [  # type: ignore[attr-defined]
+        [(size, idle) for size in reversed(SIZES) for idle in (False, True)]
+    ] * 2
+
+
+def test_v1_keeps_what_vllm_does_without_graphs(dispatcher: CudagraphDispatcher) -> None:
+    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.NONE)
+    with idle_sites(True):
+        assert dispatcher.dispatch(4) == (CUDAGraphMode.NONE, BatchDescriptor(4))
+    assert dispatcher.get_capture_descs() == []
+
+
+def test_v1_captures_and_replays_a_graph_of_each_family(dispatcher: CudagraphDispatcher, config: VllmConfig) -> None:
+    """The real wrapper finds its graphs by the forward context's descriptor."""
+    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL)
+    with set_current_vllm_config(config):
+        model = CUDAGraphWrapper(Forward(), config, CUDAGraphMode.FULL)
+
+    class Runner:
+        def _warmup_and_capture(self, desc: Any, cudagraph_runtime_mode: CUDAGraphMode) -> None:
+            run(desc.num_tokens)
+
+    def run(tokens: int) -> Any:
+        mode, descriptor = dispatcher.dispatch(tokens)
+        with set_forward_context(None, config, cudagraph_runtime_mode=mode, batch_descriptor=descriptor, num_tokens=tokens):
+            model(input_ids=torch.zeros(tokens))
+        return descriptor
+
+    class Midstream(V1Adapter, Runner):
+        pass
+
+    for mode, descriptors in dispatcher.get_capture_descs():
+        for descriptor in descriptors:
+            Midstream()._warmup_and_capture(descriptor, mode)
+    assert [graph.worked for graph in Graph.captured] == [True, False] * len(SIZES)
+    assert not sites_idle()
+    for idle in (True, False, True):
+        with idle_sites(idle):
+            assert run(3).idle == idle
+        assert Graph.replayed[-1].worked == (not idle)
+    assert len(Graph.captured) == 2 * len(SIZES)
+
+
+# --- the v2 runner ---------------------------------------------------------------------------------------------------------
+
+
+def test_v2_captures_and_dispatches_a_graph_of_each_family(manager: ModelCudaGraphManager, config: VllmConfig) -> None:
+    stock = ModelCudaGraphManager(config, torch.device("cpu"), BOTH, 1)
+    with set_current_vllm_config(config):
+        model = CUDAGraphWrapper(Forward(), config, CUDAGraphMode.PIECEWISE)
+    before = manager.dispatch(1, 1, 1, 0)
+    assert before == BatchExecutionDescriptor(CUDAGraphMode.NONE, 1, 1)  # nothing is captured yet
+    captured(manager, model)
+    stock._graphs_captured = True
+    assert len(manager.graphs) == 2 * len(stock._capture_descs[CUDAGraphMode.FULL])
+    assert [graph.worked for graph in Graph.captured] == [True, False] * 2 * len(SIZES)
+    for uniform in (1, None):
+        for requests in range(1, max(SIZES) + 2):
+            theirs = stock.dispatch(requests, requests, uniform, 0)
+            for idle in (False, True):
+                with idle_sites(idle):
+                    found = manager.dispatch(requests, requests, uniform, 0)
+                if theirs.cg_mode == CUDAGraphMode.NONE:
+                    assert found == theirs
+                    continue
+                assert isinstance(found, Execution)
+                assert (found.cg_mode, found.num_tokens, found.num_reqs, found.idle) == (
+                    theirs.cg_mode, theirs.num_tokens, theirs.num_reqs, idle
+                )  # fmt: skip
+                if found.cg_mode == CUDAGraphMode.FULL:
+                    manager.run_fullgraph(found)
+                    assert Graph.replayed[-1].worked == (not idle)
+
+
+def test_v2_finds_the_graphs_of_pieces_by_family(manager: ModelCudaGraphManager, config: VllmConfig) -> None:
+    with set_current_vllm_config(config):
+        model = CUDAGraphWrapper(Forward(), config, CUDAGraphMode.PIECEWISE)
+    captured(manager, model)
+    taken = len(Graph.captured)
+    for idle in (True, False, True):
+        with idle_sites(idle):
+            found = manager.dispatch(2, 3, None, 0)
+            descriptor = BatchDescriptor(found.num_tokens)  # as the runner makes it
+            with set_forward_context(None, config, cudagraph_runtime_mode=found.cg_mode, batch_descriptor=descriptor, num_tokens=4):
+                manager.run_pw_graph(model, {"input_ids": torch.zeros(4)})
+        assert Graph.replayed[-1].worked == (not idle)
+    assert len(Graph.captured) == taken  # none was captured while requests run
+
+
+def test_v2_samples_both_families_when_it_profiles_memory(manager: ModelCudaGraphManager) -> None:
+    """vLLM extrapolates from the first two graphs to the number of descriptors."""
+    full = manager._capture_descs[CUDAGraphMode.FULL]
+    assert len(full) == 2 * len(SIZES)
+    assert [(each.num_tokens, each.idle) for each in full[:2]] == [(8, False), (8, True)]  # type: ignore[attr-defined]
+
+
+def test_v2_adapter_gives_both_families_to_every_manager_that_the_runner_makes(config: VllmConfig, manager: Any) -> None:
+    class Runner:
+        cudagraph_manager: Any = None
+
+        def initialize_kv_cache(self, kv_cache: Any, is_profiling: bool = False) -> None:
+            self.cudagraph_manager = None if kv_cache is None else ModelCudaGraphManager(config, torch.device("cpu"), BOTH, 1)
+
+    class Midstream(V2Adapter, Runner):
+        pass
+
+    runner = Midstream()
+    runner.initialize_kv_cache(None)
+    for profiling in (True, False):
+        runner.initialize_kv_cache("cache", is_profiling=profiling)
+        assert len(runner.cudagraph_manager._capture_descs[CUDAGraphMode.FULL]) == 2 * len(SIZES)
+
+
+# --- which family a step is of ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("positions", "window"),
+    [
+        ("all", (0, None)), ("all_prompt", (0, 6)), ("last_prompt", (5, 6)), ("all_generated", (6, None)), ([2, 4], (2, 5)),
+        (Window(start=3), (3, None)), (Window(start=3, stop=9), (3, 9)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("how", ["steering", "captures", "global_steering"])
+def test_a_step_is_busy_only_in_the_window_that_the_request_names(
+    tmp_path: Path, how: str, positions: PositionSelector, window: tuple[int, int | None]
+) -> None:
+    capture = StoredCapture(sites={"post_block": [0]}, positions=positions, tag="t")
+    entry: Any = capture if how == "captures" else steering("v", [0], positions=positions)
+    spec = RankSpec(version="v", job="j", request=0, attempt=1, prompt_tokens=6, **{how: [entry]})
+    first, stop = touched(spec)
+    assert first == window[0]
+    assert stop == window[1] or (window[1] is None and stop > 1 << 40)
+
+
+def test_ranks_of_a_stage_choose_alike_whatever_fails_on_one(tmp_path: Path) -> None:
+    """Only the first records, and here the other could neither steer nor plan: both replay the busy graph, then both the idle one."""
+    ranks = [Rig(tmp_path / str(number), rank=number, world=2, traced=True) for number in range(2)]
+    ranks[1].plane.faults.switch("admit,plan")
+    whole = capturing(2, total=7)
+    captures = Request(1, 6, 8, [StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag="t")])
+    steers = steered(3)
+    chosen: list[list[bool]] = [[], []]
+    for rig, mine in zip(ranks, chosen, strict=True):
+        rig.step((whole, 0, 6), new=[whole])
+        mine.append(rig.idle)
+        rig.step((captures, 0, 3), new=[captures], finished=[whole])
+        mine.append(rig.idle)
+        rig.step((captures, 3, 3))
+        mine.append(rig.idle)
+        rig.step((captures, 6, 1))  # its prompt is over
+        mine.append(rig.idle)
+        rig.step((captures, 7, 1), (steers, 0, 6), new=[steers])
+        mine.append(rig.idle)
+        rig.step(finished=[captures, steers])
+        mine.append(rig.idle)
+    assert chosen == [[False, False, False, True, False, True]] * 2
+    assert [{receipt.status for receipt in rig.receipts()} for rig in ranks] == [{"ok"}, {"error", "ok"}]
+
+
+def test_a_step_of_requests_without_a_spec_is_idle(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, traced=True)
+    plain, beside = Request(9, 6, 8), capturing(1)
+    rig.step((plain, 0, 6))
+    assert rig.idle
+    rig.step((plain, 6, 1), (beside, 0, 6), new=[beside])
+    assert not rig.idle
+    rig.step((plain, 7, 1))  # the other one waits
+    assert rig.idle
+
+
+def test_a_forward_that_runs_as_python_asks_its_sites(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.step((Request(9, 6, 8), 0, 6))
+    assert not rig.idle
+
+
+def test_rows_in_an_idle_step_fail_their_request_alone(tmp_path: Path) -> None:
+    """If a runner's rows were others than the scheduler's, they would be neither edited nor captured, and nothing would show it."""
+    rig = Rig(tmp_path, traced=True)
+    early, beside = Request(1, 6, 8, [StoredCapture(sites={"post_block": [0]}, positions=[2], tag="t")]), steered(2)
+    rig.step((early, 0, 6), (beside, 0, 6), new=[early, beside])
+    rig.step((early, 2, 1), told=[(early, 6, 1)])
+    assert rig.idle
+    rig.step(finished=[early, beside])
+    receipts = {receipt.job: receipt for receipt in rig.receipts()}
+    assert "runs without hook sites" in receipts["j1"].message
+    assert receipts["j2"].status == "ok"
+
+
+def test_captured_rows_are_the_same_between_idle_steps(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, traced=True)
+    request, plain = capturing(1), Request(9, 6, 8)
+    rig.step((plain, 0, 6))
+    rig.step((request, 0, 6), new=[request])
+    rig.step((plain, 6, 1))
+    rig.step((plain, 7, 1), (request, 6, 1))
+    rig.step(finished=[request])
+    (receipt,) = rig.receipts()
+    assert (receipt.status, rig.reader(request).positions()) == ("ok", list(range(7)))
