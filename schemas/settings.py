@@ -64,7 +64,7 @@ class Settings(Record):
     pipeline_parallel_size: Count = 1
     executor: Literal["auto", "ray"] = "auto"  # of vLLM's ranks: `ray` spreads them over the machines of a Ray cluster
     runner: Literal["auto", "v1", "v2"] = "auto"
-    enforce_eager: bool = True  # false: torch.compile and graphs (slower start, faster steps)
+    enforce_eager: bool | None = None  # false: torch.compile and graphs (slower start, faster steps); default: only on the CPU
     max_num_seqs: Count = 64  # requests in one engine step
     max_num_batched_tokens: Count = 2048  # tokens in one engine step
     enable_prefix_caching: bool = True

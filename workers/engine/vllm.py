@@ -35,7 +35,7 @@ from .protocol import EngineRequest, Progress
 from .rank_control import RankControl, rank_steering, row_wish
 from .rank_spec import rank_spec
 from .tokenizer import tokenizer_bundle
-from .vllm_options import check_architecture, engine_options, overlaps, prepare_environment
+from .vllm_options import check_architecture, engine_options, for_platform, overlaps, prepare_environment
 from .vllm_output import Parts, sampling_params
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class VllmEngine(RankControl):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._settings = settings
+        self._settings = for_platform(settings)
         self._captures = CaptureBudget(settings.capture_memory_mib << 20)
         self._live: dict[tuple[str, int], set[str]] = {}
         self._stopping = False
@@ -107,7 +107,7 @@ class VllmEngine(RankControl):
         except Exception as error:
             raise MidstreamError("engine_failed", f"the engine did not start: {in_our_settings(_reason(error))}") from error
         hooks = [hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks]
-        self.enters = settings.sweep_entry and settings.enforce_eager and "pre_attn" in hooks  # as the ranks see it
+        self.enters = settings.sweep_entry and bool(settings.enforce_eager) and "pre_attn" in hooks  # as the ranks see it
         self._row_bytes = config.get_hidden_size() * config.dtype.itemsize
         row_limit = _row_limit(settings, plane, config)
         self._step_rows = StepRows(row_limit)

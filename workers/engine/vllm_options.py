@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from transformers import PretrainedConfig
 from vllm.platforms import current_platform
 
@@ -21,6 +22,7 @@ _CPU_BLOCK = 32
 
 def engine_options(settings: Settings) -> dict[str, Any]:
     """vLLM's arguments from the settings, without our additions: a stock engine with these is the baseline of comparisons."""
+    settings = for_platform(settings)
     options: dict[str, Any] = {
         "model": settings.model,
         "served_model_name": settings.served_model,
@@ -47,6 +49,13 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     if current_platform.is_cpu():
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
     return options
+
+
+def for_platform(settings: Settings) -> Settings:
+    """The settings with the platform's choice where they leave one open: graphs on an accelerator, none on the CPU."""
+    if settings.enforce_eager is not None:
+        return settings
+    return msgspec.structs.replace(settings, enforce_eager=current_platform.is_cpu())
 
 
 def check_architecture(model: str) -> None:

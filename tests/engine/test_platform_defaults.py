@@ -1,0 +1,67 @@
+"""What the settings leave open is chosen by the platform; what they say holds on each."""
+
+import os
+from typing import Any
+
+import pytest
+
+from midstream.schemas.settings import Settings, load_settings, to_environment
+
+
+class Platform:
+    """As much of vLLM's platform as the options read."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def is_cpu(self) -> bool:
+        return self._kind == "cpu"
+
+
+def options(monkeypatch: pytest.MonkeyPatch, kind: str, settings: Settings) -> dict[str, Any]:
+    """vLLM's engine arguments on that platform, and the environment that its processes get."""
+    from midstream.workers.engine import vllm_options
+
+    monkeypatch.setattr(vllm_options, "current_platform", Platform(kind))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")  # so that it is put back
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    vllm_options.prepare_environment(settings)
+    return vllm_options.engine_options(settings)
+
+
+@pytest.mark.parametrize(("kind", "given", "eager"), [
+    ("cuda", None, False), ("cpu", None, True), ("cuda", True, True), ("cuda", False, False), ("cpu", False, False),
+])  # fmt: skip
+def test_a_gpu_runs_graphs_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, kind: str, given: bool | None, eager: bool) -> None:
+    found = options(monkeypatch, kind, Settings(model="m", enforce_eager=given))
+    assert found["enforce_eager"] is eager
+
+
+def test_the_engine_holds_the_platforms_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether forwards enter at a layer, and how captured rows are buffered, follow from what vLLM is given."""
+    from midstream.workers.engine import vllm_options
+    from midstream.workers.engine.vllm import VllmEngine
+
+    monkeypatch.setattr(vllm_options, "current_platform", Platform("cuda"))
+    assert VllmEngine(Settings(model="m"))._settings.enforce_eager is False
+
+
+def test_on_a_gpu_vllm_chooses_runner_blocks_and_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = options(monkeypatch, "cuda", Settings(model="m"))
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+    assert not {"block_size", "kv_cache_memory_bytes", "attention_config"} & set(found)
+    assert found["async_scheduling"] is True
+
+
+def test_on_the_cpu_the_runner_is_v1_and_the_cache_as_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = options(monkeypatch, "cpu", Settings(model="m"))
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert (found["block_size"], found["kv_cache_memory_bytes"]) == (32, 1 << 30)
+
+
+def test_text_of_the_environment_sets_it_and_children_read_it_back() -> None:
+    assert load_settings({}).enforce_eager is None
+    for text, value in (("true", True), ("0", False)):
+        settings = load_settings({"MIDSTREAM_ENFORCE_EAGER": text})
+        assert settings.enforce_eager is value
+        assert load_settings(to_environment(settings)).enforce_eager is value
