@@ -10,9 +10,10 @@ import torch
 
 from . import reference
 
-#: What follows the stream and the ring. All are persistent; the planner fills them before the forward, but for `broken`.
+#: What follows the stream and the ring. All are persistent; the planner fills them before the forward, but for the last two.
 _PLANNED = (
-    "Tensor plan, Tensor lists, Tensor token_rows, Tensor capture_slots, Tensor site_rows, Tensor pool, Tensor scalars, Tensor(d!) broken"
+    "Tensor plan, Tensor lists, Tensor token_rows, Tensor capture_slots, Tensor site_rows, Tensor pool, Tensor scalars, "
+    "Tensor(d!) broken, Tensor(e!) counts"
 )
 _SCHEMAS = {
     "pair_site": f"(Tensor(a!) hidden, Tensor(b!) residual, Tensor(c!) ring, {_PLANNED}) -> ()",

@@ -22,7 +22,7 @@ EDITS_AT = 1  # where they begin in `lists`
 DEPTH = 2  # columns of `token_rows` in use
 ALIKE = 3  # the configuration row of all edited tokens, where they have that alone and are one contiguous run; else 0
 ALIKE_FROM = 14  # the first of that run
-SITE = 15  # number of this site, from 1: written to `broken` for a row that is not finite
+SITE = 15  # number of this site, from 1, where it has something to do: its row of `counts`, and what `broken` says
 
 
 class Port(NamedTuple):
@@ -38,6 +38,9 @@ class Port(NamedTuple):
 BEFORE = Port(4, 5, 6, 7, 8)
 AFTER = Port(9, 10, 11, 12, 13)
 SCATTERED = -1
+#: Columns of `counts`. An edit is one configuration row at one token: a token with two of them counts twice.
+COUNTS = 3
+EDITED, CAPTURED_BEFORE, CAPTURED_AFTER = range(COUNTS)
 #: In `capture_slots`: this token is not captured.
 NO_SLOT = -1
 
@@ -58,6 +61,8 @@ class Planned(NamedTuple):
     #: [capacity], written by the ops, zeroed by its reader. Of each edited token the first site at which its row was not
     #: finite: SITE where the edits made it so, −SITE where it was so before them; 0: finite at every site that edits it.
     broken: torch.Tensor
+    #: [sites, COUNTS], advanced by the ops, zeroed by its reader: what each site did, whatever was planned.
+    counts: torch.Tensor
 
 
 class Does(NamedTuple):
@@ -165,6 +170,7 @@ class SitePlan:
             pool,
             scalars,
             torch.zeros(capacity, dtype=torch.int32),
+            torch.zeros(self.site, COUNTS, dtype=torch.int32),
         )
         return Planned(*(tensor.to(device) for tensor in built))
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..schemas.interventions import FAMILIES, PLACE, Intervention
-from .plan import AFTER, ALIKE, ALIKE_FROM, BEFORE, DEPTH, EDITS, EDITS_AT, SITE, Port
+from .plan import AFTER, ALIKE, ALIKE_FROM, BEFORE, CAPTURED_AFTER, CAPTURED_BEFORE, DEPTH, EDITED, EDITS, EDITS_AT, SITE, Port
 
 #: Of a `rewrite`: (rows, entries, pool, scalars) → new rows, and which of them it changed (None: all).
 #: rows: float32 `[n, hidden_size]`, may be overwritten; entries: int32 `[n]`, where each row's application begins; pool and
@@ -125,6 +125,7 @@ def pair_site(
     pool: torch.Tensor,
     scalars: torch.Tensor,
     broken: torch.Tensor,
+    counts: torch.Tensor,
 ) -> None:
     """A site whose stream is `hidden + residual`, both `[tokens, hidden_size]` or `[1, tokens, hidden_size]`, contiguous.
 
@@ -134,7 +135,7 @@ def pair_site(
     steps: list[int] = plan.tolist()
     if steps[EDITS] or steps[BEFORE.COUNT] or steps[AFTER.COUNT]:
         width = ring.shape[1]
-        _site(hidden.view(-1, width), residual.view(-1, width), ring, steps, lists, token_rows, site_rows, pool, scalars, broken)
+        _site(hidden.view(-1, width), residual.view(-1, width), ring, steps, lists, token_rows, site_rows, pool, scalars, broken, counts)
 
 
 def single_site(
@@ -148,6 +149,7 @@ def single_site(
     pool: torch.Tensor,
     scalars: torch.Tensor,
     broken: torch.Tensor,
+    counts: torch.Tensor,
 ) -> None:
     """A site that is one tensor, edited in place: `[tokens, hidden_size]` or `[1, tokens, hidden_size]`, contiguous.
 
@@ -155,7 +157,7 @@ def single_site(
     """
     steps: list[int] = plan.tolist()
     if steps[EDITS] or steps[BEFORE.COUNT] or steps[AFTER.COUNT]:
-        _site(None, stream.view(-1, ring.shape[1]), ring, steps, lists, token_rows, site_rows, pool, scalars, broken)
+        _site(None, stream.view(-1, ring.shape[1]), ring, steps, lists, token_rows, site_rows, pool, scalars, broken, counts)
 
 
 def _site(
@@ -169,44 +171,70 @@ def _site(
     pool: torch.Tensor,
     scalars: torch.Tensor,
     broken: torch.Tensor,
+    counts: torch.Tensor,
 ) -> None:
+    done = counts.numpy()[steps[SITE] - 1]
     if steps[BEFORE.COUNT]:
-        _capture(hidden, stream, ring, steps, lists, BEFORE)
-    if steps[EDITS] and not (steps[ALIKE] and _shift_alike(hidden, stream, steps, site_rows, pool, broken)):
-        tokens = lists[steps[EDITS_AT] : steps[EDITS_AT] + steps[EDITS]]
-        depth = steps[DEPTH]
-        rows = token_rows[:, :depth].index_select(0, tokens)
-        entries = site_rows.index_select(1, rows.flatten()).view(len(site_rows), len(tokens), depth)
-        here = entries.any(2).any(0).nonzero().flatten()  # the plan lists a token at all sites that one of the step's rows edits
-        if len(here) < len(tokens):
-            tokens, entries = tokens.index_select(0, here), entries.index_select(1, here)
-        if len(tokens):
-            before = _rows(hidden, stream, tokens)
-            _edit(hidden, stream, tokens, entries, pool, scalars)
-            after = _rows(hidden, stream, tokens)
-            if not (_finite(before) and _finite(after)):
-                _mark(broken, tokens, steps[SITE], before, after)
+        done[CAPTURED_BEFORE] += _capture(hidden, stream, ring, steps, lists, BEFORE)
+    if steps[EDITS]:
+        edited = _shift_alike(hidden, stream, steps, site_rows, pool, broken) if steps[ALIKE] else None
+        if edited is None:
+            edited = _edit_listed(hidden, stream, steps, lists, token_rows, site_rows, pool, scalars, broken)
+        done[EDITED] += edited
     if steps[AFTER.COUNT]:
-        _capture(hidden, stream, ring, steps, lists, AFTER)
+        done[CAPTURED_AFTER] += _capture(hidden, stream, ring, steps, lists, AFTER)
+
+
+def _edit_listed(
+    hidden: torch.Tensor | None,
+    stream: torch.Tensor,
+    steps: list[int],
+    lists: torch.Tensor,
+    token_rows: torch.Tensor,
+    site_rows: torch.Tensor,
+    pool: torch.Tensor,
+    scalars: torch.Tensor,
+    broken: torch.Tensor,
+) -> int:
+    """Edit the plan's list of tokens; how many configuration rows were applied, over all of them."""
+    tokens = lists[steps[EDITS_AT] : steps[EDITS_AT] + steps[EDITS]]
+    depth = steps[DEPTH]
+    rows = token_rows[:, :depth].index_select(0, tokens)
+    entries = site_rows.index_select(1, rows.flatten()).view(len(site_rows), len(tokens), depth)
+    applied = entries.any(0)
+    here = applied.any(1).nonzero().flatten()  # the plan lists a token at all sites that one of the step's rows edits
+    if len(here) < len(tokens):
+        tokens, entries = tokens.index_select(0, here), entries.index_select(1, here)
+    if len(tokens):
+        before = _rows(hidden, stream, tokens)
+        _edit(hidden, stream, tokens, entries, pool, scalars)
+        after = _rows(hidden, stream, tokens)
+        if not (_finite(before) and _finite(after)):
+            _mark(broken, tokens, steps[SITE], before, after)
+    return int(applied.count_nonzero())
 
 
 def _shift_alike(
     hidden: torch.Tensor | None, stream: torch.Tensor, steps: list[int], site_rows: torch.Tensor, pool: torch.Tensor, broken: torch.Tensor
-) -> bool:
-    """What is usual, in one call: one vector is added to a run of tokens, and nothing else is done. False when it is not so."""
+) -> int | None:
+    """What is usual, in one call: one vector is added to a run of tokens, and nothing else is done. None when it is not so.
+
+    Otherwise how many rows were edited.
+    """
     entries: list[int] = site_rows[:, steps[ALIKE]].tolist()
     entry = entries[_ADD]
     if any(entries[:_ADD]) or any(entries[_ADD + 1 :]):
-        return False
-    if entry:
-        run = slice(steps[ALIKE_FROM], steps[ALIKE_FROM] + steps[EDITS])
-        rows, other = stream[run], None if hidden is None else hidden[run]
-        before = rows.clone()
-        rows.add_(pool[entry])
-        after = rows if other is None else rows + other
-        if not _finite(after):  # nothing added makes a row finite again
-            _mark(broken, run, steps[SITE], before if other is None else before + other, after)
-    return True
+        return None
+    if not entry:
+        return 0
+    run = slice(steps[ALIKE_FROM], steps[ALIKE_FROM] + steps[EDITS])
+    rows, other = stream[run], None if hidden is None else hidden[run]
+    before = rows.clone()
+    rows.add_(pool[entry])
+    after = rows if other is None else rows + other
+    if not _finite(after):  # nothing added makes a row finite again
+        _mark(broken, run, steps[SITE], before if other is None else before + other, after)
+    return len(rows)
 
 
 def _rows(hidden: torch.Tensor | None, stream: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -231,7 +259,8 @@ def _finite(rows: torch.Tensor) -> bool:
 
 def _capture(
     hidden: torch.Tensor | None, stream: torch.Tensor, ring: torch.Tensor, steps: list[int], lists: torch.Tensor, port: Port
-) -> None:
+) -> int:
+    """How many rows were captured."""
     count, start = steps[port.COUNT], steps[port.START]
     rows = ring[steps[port.ROW] : steps[port.ROW] + count]
     if start >= 0:
@@ -239,11 +268,12 @@ def _capture(
             rows.copy_(stream[start : start + count])
         else:
             torch.add(hidden[start : start + count], stream[start : start + count], out=rows)
-        return
+        return len(rows)
     tokens = lists[steps[port.AT] : steps[port.AT] + count]
     torch.index_select(stream, 0, tokens, out=rows)
     if hidden is not None:
         rows.add_(hidden.index_select(0, tokens))
+    return len(rows)
 
 
 def _edit(

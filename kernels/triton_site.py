@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..schemas.interventions import FAMILIES, PLACE, SCALARS
-from .plan import AFTER, BEFORE, DEPTH, EDITS, ROWS_PER_TOKEN, SITE
+from .plan import AFTER, BEFORE, CAPTURED_AFTER, CAPTURED_BEFORE, COUNTS, DEPTH, EDITED, EDITS, ROWS_PER_TOKEN, SITE
 
 #: Programs of a launch at most: several for each multiprocessor, and still a short launch when there is nothing to do.
 MAX_PROGRAMS = 1024
@@ -23,6 +23,7 @@ _REGISTERS = {2: 64, 4: 96}
 _EDITS = tl.constexpr(EDITS)
 _DEPTH = tl.constexpr(DEPTH)
 _SITE = tl.constexpr(SITE)
+_COUNTS, _EDITED, _CAPTURED_BEFORE, _CAPTURED_AFTER = map(tl.constexpr, (COUNTS, EDITED, CAPTURED_BEFORE, CAPTURED_AFTER))
 _BEFORE_COUNT, _BEFORE_ROW, _BEFORE_PATTERN = map(tl.constexpr, (BEFORE.COUNT, BEFORE.ROW, BEFORE.PATTERN))
 _AFTER_COUNT, _AFTER_ROW, _AFTER_PATTERN = map(tl.constexpr, (AFTER.COUNT, AFTER.ROW, AFTER.PATTERN))
 _ROWS_PER_TOKEN = tl.constexpr(ROWS_PER_TOKEN)
@@ -122,7 +123,7 @@ def _bits(row):  # type: ignore[no-untyped-def]
 # Nothing but the large tensors' alignment may ask for another compilation: it could fall into the capture of a graph.
 @triton.jit(
     do_not_specialize=[
-        *("plan", "token_rows", "capture_slots", "site_rows", "scalars", "broken"),
+        *("plan", "token_rows", "capture_slots", "site_rows", "scalars", "broken", "counts"),
         *("tokens", "capacity", "configurations", "programs"),
     ]
 )
@@ -137,6 +138,7 @@ def _site(  # type: ignore[no-untyped-def]
     pool,
     scalars,
     broken,
+    counts,
     tokens,
     capacity,
     configurations,
@@ -154,6 +156,7 @@ def _site(  # type: ignore[no-untyped-def]
     after_slots = capture_slots + tl.load(plan + _AFTER_PATTERN).to(tl.int64) * capacity
     lanes = tl.arange(0, BLOCK)
     inside = lanes < WIDTH
+    edited, before_done, after_done = limit * 0, limit * 0, limit * 0  # by this program
 
     token = tl.program_id(0).to(tl.int64)  # 64 bits: token · width may pass 2^31
     while token < limit:
@@ -161,11 +164,15 @@ def _site(  # type: ignore[no-untyped-def]
         after_slot = tl.load(after_slots + token, mask=after > 0, other=-1)
         rows = token_rows + token * _ROWS_PER_TOKEN
         named = edits * 0  # a bit for each family
+        applied = edits * 0  # configuration rows that do something here
         for k in range(depth):
             row_number = tl.load(rows + k)
+            of_row = edits * 0
             for family in tl.static_range(_FAMILIES):
                 entry_here = tl.load(site_rows + family * configurations + row_number)
-                named |= tl.where(entry_here > 0, 1 << family, 0)
+                of_row |= tl.where(entry_here > 0, 1 << family, 0)
+            named |= of_row
+            applied += tl.where(of_row != 0, 1, 0)
 
         if (before_slot >= 0) | (after_slot >= 0) | (named > 0):
             at = token * WIDTH + lanes
@@ -174,6 +181,7 @@ def _site(  # type: ignore[no-untyped-def]
             if before_slot >= 0:
                 place = (tl.load(plan + _BEFORE_ROW) + before_slot).to(tl.int64) * WIDTH
                 tl.store(ring + place + lanes, _sum(hidden_row, row, PAIR), mask=inside)
+                before_done += 1
 
             unsound = _unsound(_sum(hidden_row, row, PAIR), inside)
             rewrites = edits * 0
@@ -226,10 +234,20 @@ def _site(  # type: ignore[no-untyped-def]
                 mark = tl.where(unsound > 0, -1, _unsound(_sum(hidden_row, row, PAIR), inside)) * tl.load(plan + _SITE)
                 if (mark != 0) & (tl.load(broken + token) == 0):  # the first site counts
                     tl.store(broken + token, mark)
+                edited += applied
             if after_slot >= 0:
                 place = (tl.load(plan + _AFTER_ROW) + after_slot).to(tl.int64) * WIDTH
                 tl.store(ring + place + lanes, _sum(hidden_row, row, PAIR), mask=inside)
+                after_done += 1
         token += programs
+
+    done = counts + (tl.load(plan + _SITE) - 1) * _COUNTS
+    if edited > 0:
+        tl.atomic_add(done + _EDITED, edited, sem="relaxed")
+    if before_done > 0:
+        tl.atomic_add(done + _CAPTURED_BEFORE, before_done, sem="relaxed")
+    if after_done > 0:
+        tl.atomic_add(done + _CAPTURED_AFTER, after_done, sem="relaxed")
 
 
 def pair_site(
@@ -244,9 +262,10 @@ def pair_site(
     pool: torch.Tensor,
     scalars: torch.Tensor,
     broken: torch.Tensor,
+    counts: torch.Tensor,
 ) -> None:
     """As `reference.pair_site`; reads `capture_slots`, not `lists`. Raises ValueError for tensors that are not contiguous."""
-    _launch(hidden, residual, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken, pair=True)
+    _launch(hidden, residual, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken, counts, pair=True)
 
 
 def single_site(
@@ -260,9 +279,10 @@ def single_site(
     pool: torch.Tensor,
     scalars: torch.Tensor,
     broken: torch.Tensor,
+    counts: torch.Tensor,
 ) -> None:
     """As `reference.single_site`; reads `capture_slots`, not `lists`. Raises ValueError for tensors that are not contiguous."""
-    _launch(stream, stream, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken, pair=False)
+    _launch(stream, stream, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken, counts, pair=False)
 
 
 def _launch(
@@ -276,10 +296,11 @@ def _launch(
     pool: torch.Tensor,
     scalars: torch.Tensor,
     broken: torch.Tensor,
+    counts: torch.Tensor,
     *,
     pair: bool,
 ) -> None:
-    tensors = (hidden, stream, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken)
+    tensors = (hidden, stream, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken, counts)
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise ValueError(f"a tensor {list(tensor.shape)} with strides {list(tensor.stride())} is not contiguous")

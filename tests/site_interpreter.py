@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import traceback
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -67,6 +68,31 @@ def padding_beyond_the_buffers_is_left_alone(pair_site: Op, single_site: Op) -> 
     assert found.stream[:, 0].tolist() == [0.0, 1.0] + [0.0] * 7
 
 
+class _OneRowFewer:
+    """The kernel, launched for one token fewer than there are."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        place = self._kernel.arg_names.index("tokens")
+        return lambda *given, **options: self._kernel[grid](*given[:place], given[place] - 1, *given[place + 1 :], **options)
+
+
+def a_kernel_that_leaves_a_row_out_counts_one_fewer(pair_site: Op, single_site: Op) -> None:
+    """Edited rows, and captured ones of both ports; over several programs, which add up what each did."""
+    for pair in (True, False):
+        plan = SitePlan(5, [{"add": Does(torch.ones(1, 5))}], {token: [1] for token in range(9)}, range(9), range(9), 0, 9, site=3)
+        case = Case(plan, torch.zeros(9, 5) if pair else None, torch.zeros(9, 5), 18, 9)
+        assert run(case, pair_site, single_site).counts.tolist() == [[0] * 3, [0] * 3, [9] * 3]
+        kernel = triton_site._site
+        triton_site._site = _OneRowFewer(kernel)
+        try:
+            assert run(case, pair_site, single_site).counts.tolist() == [[0] * 3, [0] * 3, [8] * 3]
+        finally:
+            triton_site._site = kernel
+
+
 def no_tokens_are_no_launch(pair_site: Op, single_site: Op) -> None:
     case = Case(SitePlan(5), torch.zeros(0, 5), torch.zeros(0, 5), 2, 2)
     assert run(case, pair_site, single_site).ring.isnan().all()
@@ -85,6 +111,7 @@ SENTENCES = PROPERTIES | {
         a_random_step_without_sums_gives_the_references_bits,
         few_programs_walk_over_many_tokens,
         padding_beyond_the_buffers_is_left_alone,
+        a_kernel_that_leaves_a_row_out_counts_one_fewer,
         no_tokens_are_no_launch,
         tensors_with_gaps_are_refused,
     )

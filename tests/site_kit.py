@@ -88,6 +88,7 @@ class Outcome:
     stream: torch.Tensor
     ring: torch.Tensor
     broken: torch.Tensor
+    counts: torch.Tensor
 
     @property
     def sum(self) -> torch.Tensor:
@@ -135,8 +136,8 @@ def run(case: Case, pair_site: Op, single_site: Op) -> Outcome:
     else:
         pair_site(hidden, stream, ring, *planned)
     for name, after, before in zip(Planned._fields, planned, case.planned, strict=True):
-        assert name == "broken" or same_bits(after, before), f"{case.name}: {name} was written"
-    return Outcome(hidden, stream, ring, planned.broken)
+        assert name in ("broken", "counts") or same_bits(after, before), f"{case.name}: {name} was written"
+    return Outcome(hidden, stream, ring, planned.broken, planned.counts)
 
 
 def check(case: Case, found: Outcome) -> None:
@@ -149,6 +150,7 @@ def check(case: Case, found: Outcome) -> None:
     )
     _check_ring(case, found)
     check_broken(case, found)
+    _check_counts(case, found)
     for token in range(len(case.stream)):
         _check_token(case, found, token, f"{case.name}, token {token}")
 
@@ -189,6 +191,16 @@ def _check_ring(case: Case, found: Outcome) -> None:
         untouched[first : first + len(tokens)] = False
     rows = found.ring[untouched]
     assert same_bits(rows, torch.full_like(rows, math.nan)), f"{case.name}: a ring row that nothing names was written"
+
+
+def _check_counts(case: Case, found: Outcome) -> None:
+    """The site did what was planned, as far as the forward has these rows, and counted it as its own."""
+    does = [len(configuration) > 0 for configuration in case.plan.configurations]
+    tokens = range(min(len(case.stream), case.capacity))
+    edited = sum(row > 0 and does[row - 1] for token, rows in case.plan.edits.items() if token in tokens for row in rows)
+    captured = [sum(token in tokens for token in port) for port in (case.plan.before, case.plan.after)]
+    assert found.counts[-1].tolist() == [edited, *captured], f"{case.name}: what it did is not what it counted"
+    assert not found.counts[:-1].any(), f"{case.name}: counted as another site's"
 
 
 def check_broken(case: Case, found: Outcome) -> None:

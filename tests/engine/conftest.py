@@ -23,7 +23,7 @@ ENGINES = {"v1", "cached", "v2", "compiled"}
 SHARING = tuple(
     f"test_{name}.py"
     for name in (
-        "block_keys", "capture_rows", "global_order", "graded_tokens", "interventions", "modes", "patching", "patching_cells",
+        "block_keys", "capture_rows", "global_order", "graded_tokens", "interventions", "modes", "executed", "patching", "patching_cells",
         "prefix_cache", "non_finite", "rank_calls", "reentry", "steering_rows", "token_ranges",
     )
 )  # fmt: skip
@@ -116,7 +116,9 @@ def v2(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 @pytest.fixture(scope="session")
 def compiled(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """torch.compile (inductor on CPU), v1 runner."""
-    host = Host(tmp_path_factory.mktemp("compiled"), llama, enforce_eager=False, max_num_batched_tokens=64, enable_prefix_caching=False)
+    host = Host(
+        tmp_path_factory.mktemp("compiled"), llama, enforce_eager=False, max_num_batched_tokens=64, enable_prefix_caching=False, fault="rpc"
+    )
     yield host
     host.close()
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from midstream.kernels import pair_site, single_site
-from midstream.kernels.plan import COLUMNS, NO_SLOT, ROWS_PER_TOKEN
+from midstream.kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN, Planned
 from midstream.schemas.interventions import FAMILIES, SCALARS
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import RankSpec, SteeringRow, StoredCapture, StoredSteering, steering_rows
@@ -47,6 +47,7 @@ def make_buffers(sites: int, *, capacity: int, ring_rows: int = 0, configuration
         pool=zeros(1 + entries, HIDDEN, dtype=torch.float32),
         scalars=zeros(1 + entries, SCALARS, dtype=torch.float32),
         broken=zeros(capacity),
+        counts=zeros(sites, COUNTS),
     )
 
 
@@ -125,6 +126,9 @@ class Rank:
     def step(self, *windows: tuple[Request, int, int]) -> None:
         self.plan(*windows)
         self.forward(*windows)
+        due = np.zeros_like(self.buffers.counts.numpy()) if self.planner.due is None else self.planner.due.counts
+        assert self.buffers.counts.tolist() == due.tolist(), "what the sites did is not what was planned"
+        self.buffers.counts.zero_()
         if self.planner.busy:
             self.planner.drain()
 
@@ -135,7 +139,7 @@ class Rank:
             )
             arguments = [
                 getattr(self.buffers, name)[index] if name in ("plan", "site_rows") else getattr(self.buffers, name)
-                for name in ("ring", "plan", "lists", "token_rows", "capture_slots", "site_rows", "pool", "scalars", "broken")
+                for name in ("ring", *Planned._fields)
             ]
             if site.busy or self._traced:
                 if site.kind == "pair":

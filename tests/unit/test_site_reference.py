@@ -24,6 +24,7 @@ from midstream.kernels.plan import (
     EDITS_AT,
     ROWS_PER_TOKEN,
     Does,
+    Planned,
     SitePlan,
     laid_out,
     lowrank,
@@ -199,9 +200,7 @@ class Layer(torch.nn.Module):
         self.requires_grad_(False)
 
     def site(self) -> list[torch.Tensor]:
-        return [
-            self.ring, self.plan, self.lists, self.token_rows, self.capture_slots, self.site_rows, self.pool, self.scalars, self.broken,
-        ]  # fmt: skip
+        return [self.ring, *(getattr(self, name) for name in Planned._fields)]
 
 
 class PairLayer(Layer):

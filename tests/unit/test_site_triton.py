@@ -19,6 +19,7 @@ OWN = [
     "a_random_step_without_sums_gives_the_references_bits",
     "few_programs_walk_over_many_tokens",
     "padding_beyond_the_buffers_is_left_alone",
+    "a_kernel_that_leaves_a_row_out_counts_one_fewer",
     "no_tokens_are_no_launch",
     "tensors_with_gaps_are_refused",
 ]

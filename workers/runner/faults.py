@@ -31,6 +31,7 @@ KNOWN = {
     "write": "writing a capture raises OSError",
     "slow_write": "writing a group of captures takes a second longer",
     "plan": "planning a step raises",
+    "skip_site": "in the next step with something to do, the last site that has it does not run on this rank",
     "crash": "the process dies at a crash point: `schemas.faults`",
     "rpc": "faults may be switched while the engine runs",
 }
@@ -80,6 +81,10 @@ class Faults:
     def of_run(self) -> bool:
         """Whether this look-up of a source run finds nothing."""
         return self._once("lose_run")
+
+    def of_site(self) -> bool:
+        """Whether a site of this step does not run."""
+        return self._once("skip_site")
 
     def of_row(self, content: RowContent) -> RowContent:
         """What is written to the table instead of a row's content."""

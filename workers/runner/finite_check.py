@@ -1,8 +1,9 @@
-"""Finds the requests whose rows are not finite in a step, without making the step wait for the device.
+"""Observes each step, without making it wait for the device: rows that are not finite, and sites that did not do their part.
 
-Two observations of each step: the mark that a site leaves for a row it edits (`kernels.plan.Planned.broken`), and the sum of
-each row that leaves the last layer, which is not finite when a value of the row is not. On an accelerator both travel to
-pinned memory and are read when the step is over; on the CPU they are read immediately.
+Three observations: the mark that a site leaves for a row it edits (`kernels.plan.Planned.broken`), what each site counts of
+its work (`Planned.counts`, judged in `executed`), and the sum of each row that leaves the last layer, which is not finite when
+a value of the row is not. On an accelerator they travel to pinned memory and are read when the step is over; on the CPU they
+are read immediately.
 """
 
 import math
@@ -17,6 +18,7 @@ import torch
 from ...schemas.interventions import FAMILY
 from ...schemas.selectors import Hook, select
 from ...schemas.specs import RankSpec, StoredSteering
+from .executed import Due, Miscount
 from .sites import Buffers, Site
 from .step import StepView
 
@@ -38,14 +40,29 @@ class _Finding:
     """The observations of one step's forward, and when they are available."""
 
     def __init__(
-        self, step: int, view: StepView, broken: torch.Tensor | None, sums: torch.Tensor | None, event: "torch.cuda.Event | None"
+        self,
+        step: int,
+        view: StepView,
+        broken: torch.Tensor | None,
+        sums: torch.Tensor | None,
+        counts: torch.Tensor | None,
+        due: Due | None,
+        event: "torch.cuda.Event | None",
     ) -> None:
-        """`broken`, `sums`: on the CPU, `[rows]` each; None: not observed. `event`: of their copies."""
+        """`broken`, `sums`: on the CPU, `[rows]` each; `counts`: `[sites, COUNTS]`; None: not observed. `event`: of their copies."""
         self.step, self.view = step, view
-        self._broken, self._sums, self._event = broken, sums, event
+        self._broken, self._sums, self._counts, self._due, self._event = broken, sums, counts, due, event
 
     def done(self) -> bool:
         return self._event is None or self._event.query()
+
+    def miscounts(self, sites: Sequence[Site]) -> list[Miscount]:
+        """Waits for the copies."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self._due is None or self._counts is None:
+            return []
+        return list(self._due.miscounts(self.step, self._counts.numpy(), sites))
 
     def read(self, sites: Sequence[Site]) -> list[NonFinite]:
         """Waits for the copies. By position; at one position first what edits did, then what left the last layer."""
@@ -73,42 +90,51 @@ class FiniteCheck:
     """One per rank: `take` after each forward, `settle` for what is known by then."""
 
     def __init__(self, sites: Sequence[Site], buffers: Buffers) -> None:
-        self._sites, self._broken = list(sites), buffers.broken
+        self._sites, self._broken, self._counts = list(sites), buffers.broken, buffers.counts
         self._on_cpu = buffers.broken.device.type == "cpu"
         self._pending: deque[_Finding] = deque()
         self.last: _Finding | None = None  # of the step that ran last
 
-    def take(self, step: int, view: StepView | None, edits: bool, hidden: torch.Tensor | None) -> None:
-        """The forward of `view` ran. `edits`: it edited rows. `hidden`: `[rows or more, hidden_size]`, what left the last layer."""
+    def take(self, step: int, view: StepView | None, due: Due | None, edits: bool, hidden: torch.Tensor | None) -> None:
+        """The forward of `view` ran. `due`: what its sites were to do. `edits`: it edited rows.
+
+        `hidden`: `[rows or more, hidden_size]`, what left the last layer.
+        """
         self.last = None
-        if view is None or (not edits and hidden is None):
+        if view is None or (due is None and hidden is None):
             return
         rows = view.num_rows
-        broken = self._broken[:rows] if edits else None
+        broken, counts = self._broken[:rows] if edits else None, self._counts if due is not None else None
         if self._on_cpu:
             broken = None if broken is None or not bool(broken.any()) else broken.clone()
             hidden = None if hidden is None or all_finite(hidden[:rows]) else hidden
-            if broken is None and hidden is None:
+            if due is not None:
+                counts = None if np.array_equal(self._counts.numpy(), due.counts) else self._counts.clone()
+                self._counts.zero_()
+            if broken is None and hidden is None and counts is None:
                 return
         sums, event = None if hidden is None else hidden[:rows].sum(dim=-1, dtype=torch.float32), None
         if not self._on_cpu:
-            broken, sums = (None if each is None else _on_its_way(each) for each in (broken, sums))
+            broken, sums, counts = (None if each is None else _on_its_way(each) for each in (broken, sums, counts))
             event = torch.cuda.Event()
             event.record()
+            if counts is not None:
+                self._counts.zero_()
         if broken is not None:
             self._broken.zero_()
-        self.last = _Finding(step, view, broken, sums, event)
+        self.last = _Finding(step, view, broken, sums, counts, due, event)
         self._pending.append(self.last)
 
-    def settle(self, needed: Mapping[str, int] | None = None) -> list[NonFinite]:
+    def settle(self, needed: Mapping[str, int] | None = None) -> list[NonFinite | Miscount]:
         """What was found in the steps that are over, each once and in their order.
 
         `needed`: request → tokens that it has: waits for the steps that computed them.
         """
-        found: list[NonFinite] = []
+        found: list[NonFinite | Miscount] = []
         last = max((number for number, each in enumerate(self._pending) if _computed(each.view, needed or {})), default=-1)
         while self._pending and (last >= 0 or self._pending[0].done()):
-            found += self._pending.popleft().read(self._sites)
+            finding = self._pending.popleft()
+            found += [*finding.miscounts(self._sites), *finding.read(self._sites)]
             last -= 1
         return found
 

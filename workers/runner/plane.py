@@ -26,6 +26,7 @@ from ...storage.store import open_store
 from .actions import ActionLedger
 from .capture import Ports, Recording
 from .config import Place, PlaneConfig
+from .executed import Miscount
 from .faults import Faults
 from .finite_check import FiniteCheck, NonFinite, precedes_edits, reason
 from .grading import Grading
@@ -298,6 +299,8 @@ class DataPlane:
                 raise RuntimeError("fault injected: plan")
             self._planner.plan_capture(mine)
         self._planner.commit()
+        if self._planner.busy and self.faults.of_site():
+            self._planner.lose_site()
         if self.entering is not None:
             with self._guard([tracked for tracked, _ in mine if tracked.spec.entry is not None], "intervention_failed"):
                 self.entering.plan(mine, view, lambda tracked, why: self._fail(tracked, why, "intervention_failed"))
@@ -317,7 +320,7 @@ class DataPlane:
         `hidden`: `[tokens, hidden_size]`, what left the last layer; None on other stages.
         """
         view, self._view = self._view, None
-        self._finite.take(self._step, view, self._planner.edits, hidden if self._place.grades else None)
+        self._finite.take(self._step, view, self._planner.due, self._planner.edits, hidden if self._place.grades else None)
         if self.entering is not None:
             self.entering.done()
         if self._planner.busy:
@@ -337,9 +340,15 @@ class DataPlane:
         finding = self._finite.last
         return lambda: [] if finding is None else self._finite.of(finding)
 
-    def _judge(self, found: Sequence[NonFinite]) -> None:
-        """Fail the requests whose edits left rows that are not finite; note of others that the model did."""
+    def _judge(self, found: Sequence[NonFinite | Miscount]) -> None:
+        """Fail the requests whose edits left rows that are not finite, or whose sites did not do what was planned.
+
+        Of other rows that are not finite, note that the model made them so.
+        """
         for each in found:
+            if isinstance(each, Miscount):
+                self._miscounted(each)
+                continue
             tracked = self._tracked.get(each.id)
             if tracked is None or tracked.reported:
                 continue
@@ -348,6 +357,16 @@ class DataPlane:
                 tracked.unsound = True
             else:
                 self._fail(tracked, f"{reason(tracked.spec, each)} (rank {self._place.rank})", "intervention_failed", since=each.step)
+
+    def _miscounted(self, found: Miscount) -> None:
+        """Fail the request; where its rows were not captured as planned, also those that may have been served rows of that step."""
+        concerned = [tracked for tracked in [self._tracked.get(found.id)] if tracked is not None]
+        if found.kind == "capture_failed":
+            self._row_store.clear()
+            self._unkept = self._step
+            concerned += [each for each in self._tracked.values() if any(recording.reused for recording in each.recordings.values())]
+        for tracked in concerned:
+            self._fail(tracked, f"{found} (rank {self._place.rank})", found.kind, since=found.step)
 
     def _with_recording(self, block: KeptBlock, action: Callable[[int, Recording, int, int], None]) -> None:
         """Let the row store act on the recording that a block's rows belong to, if this rank has one."""

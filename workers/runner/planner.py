@@ -16,6 +16,7 @@ from ...schemas.selectors import PositionSelector, select
 from ...schemas.specs import RankSpec, SteeringRow, columns_of
 from .buffers import Staging
 from .capture import Extent, Recording, StepRows, contiguous
+from .executed import Due
 from .overload import Overload
 from .sites import Buffers, Site
 from .slabs import SlabPool
@@ -55,6 +56,7 @@ _NONE = np.zeros(0, dtype=np.int64)
 class _Wanted:
     """The rows of one request that one of its recordings wants of this step."""
 
+    request: str
     recording: Recording
     positions: np.ndarray  # int64 ascending
     tokens: np.ndarray  # the same as rows of the batch
@@ -73,6 +75,10 @@ class Planner:
         self._staging = Staging(buffers, traced=traced)
         self._plan = np.zeros((len(self._sites), columns.COLUMNS), dtype=np.int32)
         self._edits = False
+        self._edit_counts = np.zeros(len(self._sites), dtype=np.int32)  # edits that each site is to make
+        self._edited: list[tuple[str, np.ndarray]] = []  # request, and the sites that one of its rows edits
+        self._captured: list[tuple[str, np.ndarray]] = []
+        self.due: Due | None = None  # what the current forward's sites are to do; None: nothing
         self._lists: list[np.ndarray] = []  # this step's entries of `buffers.lists`, in order
         self._lists_end = 0
         self._runs: list[tuple[Recording, Extent]] = []  # recorded by this step's forward
@@ -92,11 +98,12 @@ class Planner:
     def plan_steering(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Plan the edits of these requests' rows; on an error nothing is edited. First of the two: it starts the step."""
         self._plan[:] = 0
-        self._edits = False
+        self._edits, self._edited = False, []
+        self._edit_counts[:] = 0
         self._lists, self._lists_end = [], 0
         self._staging.clear_rows()
         runs: list[tuple[int, int, int, int]] = []  # of tokens that one row edits: the first, how many, column, row
-        used: set[int] = set()
+        used: dict[int, np.ndarray] = {}  # row → its sites
         for tracked, place in mine:
             first, stop = place.first_position, place.first_position + place.num_rows
             shift = place.first_row - first
@@ -104,7 +111,9 @@ class Planner:
                 chosen = select(spec.positions, first, stop, tracked.spec.prompt_tokens)
                 if not chosen:
                     continue
-                used.add(row)
+                if row not in used:
+                    used[row] = self._table.sites(row)
+                self._edited.append((place.id, used[row]))
                 again = 0 if first >= tracked.reached else bisect_left(chosen, tracked.reached)
                 tracked.applied += (len(chosen) - again) * self._table.num_sites(row)
                 if isinstance(chosen, range):
@@ -121,9 +130,10 @@ class Planner:
             self._staging.set_rows(tokens, column_of[run], row_of[run])
             tokens = np.unique(tokens)
             count, start = self._list([tokens])
-            touched = np.logical_or.reduce([self._table.sites(row) for row in used])
+            of_sites = np.stack(list(used.values()))  # [rows, sites]
+            touched = of_sites.any(axis=0)
+            self._edit_counts[:] = np.bincount(row_of, weights=counts)[list(used)] @ of_sites
             self._plan[touched, columns.EDITS] = count
-            self._plan[touched, columns.SITE] = np.flatnonzero(touched) + 1
             self._plan[touched, columns.EDITS_AT] = start
             self._plan[touched, columns.DEPTH] = depth = int(column_of.max()) + 1
             if len(used) == depth == 1 and int(tokens[-1] - tokens[0]) == count - 1:
@@ -132,7 +142,7 @@ class Planner:
 
     def plan_capture(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Plan what is recorded of these requests' rows; on an error nothing is."""
-        self._runs, self._step = [], None
+        self._runs, self._step, self._captured = [], None, []
         wanted = self._window(mine)
         if not wanted:
             return
@@ -159,6 +169,7 @@ class Planner:
         runs = [(item, first, count) for item in wanted for first, count in contiguous(item.positions)]
         first_tokens = np.array([item.tokens[first] for item, first, _ in runs])
         slots = np.stack([np.searchsorted(each, first_tokens) for each in tokens], axis=1)  # [runs, patterns]
+        self._captured = [(item.request, item.recording.mask) for item in wanted]
         self._step = StepRows(slab, base, pattern, self._staging.landing())
         self._runs = [
             (item.recording, Extent(self._step, slot, int(item.positions[first]), count))
@@ -174,7 +185,7 @@ class Planner:
                 chosen = recording.capture.select(place.first_position, place.first_position + place.num_rows, tracked.spec.prompt_tokens)
                 if len(chosen):
                     positions = _integers(chosen)
-                    wanted.append(_Wanted(recording, positions, positions - place.first_position + place.first_row))
+                    wanted.append(_Wanted(place.id, recording, positions, positions - place.first_position + place.first_row))
         return wanted
 
     def _plan_ports(self, pattern: np.ndarray, tokens: list[np.ndarray], first_rows: np.ndarray) -> None:
@@ -205,11 +216,23 @@ class Planner:
         """The next forward does what was planned."""
         active = np.asarray(self._plan[:, (columns.EDITS, columns.BEFORE.COUNT, columns.AFTER.COUNT)].any(axis=1))
         busy = bool(active.any())
+        self.due = None
+        if busy:
+            self._plan[active, columns.SITE] = np.flatnonzero(active) + 1
+            captures = (self._plan[:, port.COUNT] for port in (columns.BEFORE, columns.AFTER))
+            self.due = Due(np.stack([self._edit_counts, *captures], axis=1), self._edited, self._captured)
         if busy or self._busy:
             self._staging.commit(self._plan, self._lists)
             for site, is_active in zip(self._sites, active.tolist(), strict=True):
                 site.busy = is_active
         self._busy = busy
+
+    def lose_site(self) -> None:
+        """Tests only: the last site with something to do in the next forward does not run."""
+        busy = [number for number, site in enumerate(self._sites) if site.busy]
+        if busy:
+            self._sites[busy[-1]].busy = False
+            self._buffers.plan[busy[-1]] = 0
 
     def drain(self) -> None:
         """Hand the captured rows of the forward that ran to their recordings; the next one does nothing until planned."""

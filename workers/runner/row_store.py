@@ -41,6 +41,12 @@ class RowStore:
             if runs:
                 self.held -= runs[0].step.slab.nbytes
 
+    def clear(self) -> None:
+        """Keep nothing: a step did not capture what it should have, and these rows may be among them."""
+        self._kept.clear()
+        self._coming.clear()
+        self.held = 0
+
     def _copy(self, number: int) -> None:
         recording, first, stop = self._coming.pop(number)
         runs = recording.gather(first, stop)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...kernels import pair_site, single_site
-from ...kernels.plan import COLUMNS, NO_SLOT, ROWS_PER_TOKEN
+from ...kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN
 from ...schemas.interventions import FAMILIES, SCALARS
 from ...schemas.selectors import Hook
 from .architectures import Adapter, Kind, Side, Tap, UnsupportedArchitectureError
@@ -61,6 +61,7 @@ class Buffers:
     pool: torch.Tensor  # [1 + entries, hidden] model dtype
     scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
     broken: torch.Tensor  # int32 [capacity], written by the sites: see `kernels.plan.Planned`
+    counts: torch.Tensor  # int32 [sites, COUNTS], written by the sites
 
 
 #: In the order of the ops' arguments; of two of them a site gets its own row.
@@ -128,6 +129,7 @@ def _buffers(sites: int, sizes: Sizes, hidden: int, dtype: torch.dtype, device: 
         pool=empty(1 + sizes.entries, hidden, dtype=dtype),
         scalars=empty(1 + sizes.entries, SCALARS, dtype=torch.float32),
         broken=empty(sizes.capacity),
+        counts=empty(sites, COUNTS),
     )
 
 

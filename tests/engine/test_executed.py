@@ -1,0 +1,45 @@
+"""A site that does not run in a real forward fails the requests that it concerns, and no other."""
+
+import pytest
+from host import Host, capture_of, prompt_of, steer
+from test_modes import direction
+from tiny import LAYERS
+
+LAST = LAYERS - 1
+
+
+@pytest.mark.parametrize("engine", ["v1", "compiled"])
+def test_a_site_that_did_not_capture_fails_those_who_capture_there(engine: str, request: pytest.FixtureRequest) -> None:
+    host: Host = request.getfixturevalue(engine)
+    here = host.job(prompt_of(80, seed=600), max_tokens=3, capture=capture_of([0, LAST], "all"))
+    elsewhere = host.job(prompt_of(9, seed=601), max_tokens=3, capture=capture_of([0], "all"))
+    edited = host.job(prompt_of(9, seed=602), max_tokens=3, steering=[steer(host.vector(direction(1)), [1])])
+    host.call("midstream_fault", "skip_site")
+    host.run_together(here, elsewhere, edited)
+    receipt = host.receipts(here)[0]
+    assert (receipt.status, receipt.kind, receipt.files) == ("error", "capture_failed", [])
+    assert f"rows captured before edits at post_block of layer {LAST}, and 0 were executed" in receipt.message
+    assert [host.receipts(job)[0].status for job in (elsewhere, edited)] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize("engine", ["v1", "compiled"])
+def test_a_site_that_did_not_edit_fails_its_request(engine: str, request: pytest.FixtureRequest) -> None:
+    host: Host = request.getfixturevalue(engine)
+    job = host.job(prompt_of(12, seed=603), max_tokens=3, steering=[steer(host.vector(direction(2)), [0, 2], positions=[3, 4])])
+    host.call("midstream_fault", "skip_site")
+    host.run(job)
+    receipt = host.receipts(job)[0]
+    assert (receipt.status, receipt.kind) == ("error", "intervention_failed")
+    assert "planned 2 edits at post_block of layer 2, and 0 were executed" in receipt.message
+    again = host.job(prompt_of(12, seed=604), max_tokens=3, steering=[steer(host.vector(direction(3)), [0, 2], positions=[3, 4])])
+    host.run(again)
+    assert (host.receipts(again)[0].status, host.receipts(again)[0].applied) == ("ok", 4), "the steps that follow are sound"
+
+
+def test_each_rank_answers_for_its_own_sites(tp2: Host) -> None:
+    job = tp2.job(prompt_of(12, seed=605), max_tokens=3, steering=[steer(tp2.vector(direction(4)), [0, 2])])
+    tp2.call("midstream_fault", "skip_site:rank=1")
+    tp2.run_any(job)
+    receipts = {receipt.rank: receipt for receipt in tp2.receipts(job)}
+    assert [receipts[rank].status for rank in (0, 1)] == ["ok", "error"]
+    assert "(rank 1)" in receipts[1].message
