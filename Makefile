@@ -6,6 +6,7 @@
 # Variables read by this file:
 #   COMPOSE_ARGS=--keep  keeps what `make test-compose` created
 #   PYTEST_ARGS=…  passed to pytest, such as PYTEST_ARGS="-k sweeper -x"
+#   GPU_PYTHON=…   a Python with vLLM for GPUs, for `make bench-gpu`; GPU_ARGS="--stages kernels,graphs" is passed to it
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -15,6 +16,8 @@ PYTHON ?=
 TORCH_INDEX ?=
 TORCH_UNVERIFIED ?=
 PYTEST_ARGS ?=
+GPU_PYTHON ?= python3
+GPU_ARGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -32,7 +35,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-faults test-compose fidelity lens bench lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-faults test-compose fidelity lens bench bench-gpu lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -123,6 +126,9 @@ lens: $(READY) model ## install TransformerLens and recompute its reference grid
 
 bench: $(READY) model ## run the benchmarks of benchmarks/RESULTS.md one after the other
 	@for script in $(filter-out benchmarks/engines.py benchmarks/lens.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+
+bench-gpu: ## on a GPU machine: run benchmarks/gpu and write its RESULTS.md, 25 minutes (GPU_PYTHON: a Python with vLLM)
+	@$(GPU_PYTHON) benchmarks/gpu/all.py $(GPU_ARGS)
 
 lock: ## resolve the dependencies again (UPGRADE=1: to their newest versions)
 	@requirements/compile.sh $(if $(UPGRADE),--upgrade)

@@ -1,7 +1,7 @@
 """What do benchmarks compare with? A stock vLLM engine, or ours called directly, in a process of its own.
 
-Run as a program it serves JSON lines: `{"prompts": [[ids]], "max_tokens": n, "concurrency": n, "steering": null}` → seconds and
-latencies; ours also how often and with how many bytes of vectors the ranks were called.
+Run as a program it serves JSON lines: `{"prompts": [[ids]], "max_tokens": n, "concurrency": n, "steering": null, "capture": null}` →
+seconds and latencies; ours also how often and with how many bytes of vectors the ranks were called.
 """
 
 import asyncio
@@ -18,13 +18,16 @@ import msgspec
 import numpy as np
 
 from midstream.schemas.jobs import Job, Sampling, StoredPrompt
+from midstream.schemas.models import TokenizerBundle
 from midstream.schemas.settings import Settings, load_settings, to_environment
-from midstream.schemas.specs import StoredSteering
+from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 from midstream.workers.engine.protocol import engine_request
 
 DATA = Path(__file__).with_name("data")
+#: Variable with arguments for vLLM beyond the settings', as JSON.
+EXTRA = "BENCH_ENGINE_EXTRA"
 DEMO_MODEL = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Instruct"
 
 
@@ -37,24 +40,38 @@ def bench_prompts() -> list[str]:
 class EngineProcess:
     """`kind`: `stock` (vLLM with nothing of ours) or `ours` (`VllmEngine`, the data plane installed)."""
 
-    def __init__(self, kind: str, settings: Settings):
+    def __init__(self, kind: str, settings: Settings, extra: dict[str, Any] | None = None):
+        """`extra`: arguments for vLLM, such as `load_format`."""
         Path(settings.data_dir).mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             [sys.executable, __file__, kind],
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", **to_environment(settings)},
+            env={
+                "VLLM_LOGGING_LEVEL": "ERROR",
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                EXTRA: json.dumps(extra or {}),
+                **to_environment(settings),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        self._read()  # ready
+        self.facts = self._read()  # once it is ready
 
-    def run(self, prompts: list[list[int]], max_tokens: int, concurrency: int, steering: dict[str, Any] | None = None) -> dict[str, Any]:
+    def run(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        concurrency: int,
+        steering: dict[str, Any] | None = None,
+        capture: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """`seconds` for all, `latencies` of each, `tokens` generated; of ours `sends`, `sent_bytes`: vectors to the ranks.
 
         `steering`: `{"layers": […], "distinct": n, "seed": n}`, of ours only: prompt i adds, at each of the layers, a random
-        vector of its own for each i modulo `distinct`.
+        vector of its own for each i modulo `distinct`. `capture`: a `StoredCapture` of every prompt, of ours only.
         """
         assert self._process.stdin is not None
-        command = {"prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency, "steering": steering}
+        command = {"prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency, "steering": steering, "capture": capture}
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
         self._process.stdin.flush()
         return self._read()
@@ -85,7 +102,9 @@ async def _serve(kind: str, reply: Any) -> None:
     target = await (_Ours if kind == "ours" else _Stock).start(settings)
     number = 0
 
-    async def one(prompt: list[int], max_tokens: int, gate: asyncio.Semaphore, steering: list[StoredSteering]) -> tuple[float, int]:
+    async def one(
+        prompt: list[int], max_tokens: int, gate: asyncio.Semaphore, steering: list[StoredSteering], captures: list[StoredCapture]
+    ) -> tuple[float, int]:
         nonlocal number
         number += 1
         job = Job(
@@ -96,23 +115,25 @@ async def _serve(kind: str, reply: Any) -> None:
             sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
             created=0.0,
             steering=[steering] if steering else [],
+            captures=[captures] if captures else [],
         )
         async with gate:
             start = time.perf_counter()
             count = await target.generate(job)
             return time.perf_counter() - start, count
 
-    reply({"ready": True})
+    reply(target.facts())
     for line in iter(sys.stdin.readline, ""):
         command = json.loads(line)
         prompts, wish = command["prompts"], command["steering"]
         steering = target.steering(len(prompts), **wish) if wish else [[] for _ in prompts]
+        captures = [msgspec.convert(command["capture"], StoredCapture)] if command["capture"] else []
         sends, sent = target.sends, target.sent_bytes
         await target.llm.reset_prefix_cache()
         gate = asyncio.Semaphore(command["concurrency"])
         start = time.perf_counter()
         done = await asyncio.gather(
-            *(one(prompt, command["max_tokens"], gate, entries) for prompt, entries in zip(prompts, steering, strict=True))
+            *(one(prompt, command["max_tokens"], gate, entries, captures) for prompt, entries in zip(prompts, steering, strict=True))
         )
         answer = {"seconds": time.perf_counter() - start, "latencies": [d[0] for d in done], "tokens": sum(d[1] for d in done)}
         reply(answer | {"sends": target.sends - sends, "sent_bytes": target.sent_bytes - sent})
@@ -136,7 +157,8 @@ class _Stock:
         from midstream.workers.engine import vllm_options
 
         vllm_options.prepare_environment(settings)
-        return cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**vllm_options.engine_options(settings))))
+        arguments = vllm_options.engine_options(settings) | extra_arguments()
+        return cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
 
     async def generate(self, job: Job) -> int:
         """Tokens generated."""
@@ -148,6 +170,9 @@ class _Stock:
         async for output in self.llm.generate(prompt, vllm_output.sampling_params(job.sampling, None), job.id):
             count += len(output.outputs[0].token_ids)
         return count
+
+    def facts(self) -> dict[str, Any]:
+        return facts_of(self.llm)
 
     def steering(self, prompts: int, **wish: Any) -> list[list[StoredSteering]]:
         raise ValueError("a stock engine steers nothing")
@@ -166,11 +191,12 @@ class _Ours:
 
     @classmethod
     async def start(cls, settings: Settings) -> "_Ours":
-        from midstream.workers.engine.vllm import VllmEngine
-
-        engine = VllmEngine(settings)
+        engine = direct_engine(settings)
         await engine.start()
         return cls(engine, engine.info.hidden_size)
+
+    def facts(self) -> dict[str, Any]:
+        return facts_of(self.llm) | {"layers": self._engine.info.num_layers, "step_rows": self._engine.info.capture_row_limit}
 
     async def generate(self, job: Job) -> int:
         names = [name for entry in job.steering[0] for name in entry.tensors] if job.steering else []
@@ -200,6 +226,35 @@ class _Ours:
             self.sends += 1
             self.sent_bytes += sum(len(vector["data"]) for vector in args[0].values())
         return await self._call(method, args)
+
+
+def extra_arguments() -> dict[str, Any]:
+    """For vLLM, as the process that started this one says."""
+    extra: dict[str, Any] = json.loads(os.environ.get(EXTRA, "{}"))
+    return extra
+
+
+def direct_engine(settings: Settings) -> Any:
+    """A `VllmEngine` that gives vLLM the extra arguments, too. Without a tokenizer it serves token ids only."""
+    from midstream.workers.engine import vllm as module
+
+    extra, options = extra_arguments(), module.engine_options
+    module.engine_options = lambda settings: options(settings) | extra
+    if extra.get("skip_tokenizer_init"):
+        module.tokenizer_bundle = lambda model: TokenizerBundle("", None, {}, [])
+    return module.VllmEngine(settings)
+
+
+def facts_of(llm: Any) -> dict[str, Any]:
+    """What was measured: the runner, graphs, and how steps are scheduled."""
+    config = llm.vllm_config
+    compilation = config.compilation_config
+    return {
+        "runner": "v2" if config.use_v2_model_runner else "v1",
+        "eager": bool(config.model_config.enforce_eager),
+        "cudagraphs": getattr(compilation.cudagraph_mode, "name", str(compilation.cudagraph_mode)),
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+    }
 
 
 def settings_for(directory: Path, model: Path, **options: Any) -> Settings:

@@ -1,6 +1,7 @@
 """What must be true of any implementation of the site ops? Random sites, the truth in float64, and checks that name their seed.
 
-Used for the CPU reference, for the Triton kernels under the interpreter, and on a GPU by `benchmarks/gpu/kernels.py`. Needs torch alone.
+Used for the CPU reference, for the Triton kernels under the interpreter, and on a GPU by `benchmarks/gpu/stage_kernels.py`. Needs torch
+alone.
 What a row should be: `site_truth.py`.
 """
 

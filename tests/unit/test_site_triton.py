@@ -1,6 +1,6 @@
 """Do the Triton kernels do what the reference does, and do they compile for GPUs? No GPU is needed: Triton interprets, and compiles ahead.
 
-On a GPU `benchmarks/gpu/kernels.py` asks the same questions.
+On a GPU `benchmarks/gpu/stage_kernels.py` asks the same questions.
 """
 
 import ast

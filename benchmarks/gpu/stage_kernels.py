@@ -1,44 +1,44 @@
-"""Are the Triton kernels right on this GPU, also inside a CUDA graph, and how near do they come to the speed of a copy?
+"""The Triton kernels on this GPU: right, also inside a CUDA graph, and as fast as a copy?
 
-    python benchmarks/gpu/kernels.py [--checks-only] [--programs N]
-
-Needs a GPU, torch and triton, and of Midstream this checkout alone. Prints a table and one JSON line; ends with an error if a
-check fails. Times are those of launches inside a replayed graph, so the host has no part in them.
+Checks every family, dtype and width against the reference, then times launches inside a replayed graph, so that the host has no part
+in them. With `--device cpu` Triton interprets the kernels, and nothing is timed. `--programs N`: of a launch at most.
 """
 
-# ruff: noqa: E402 -- where our modules are is settled first
+# ruff: noqa: E402 -- where our modules are is settled first, and whether Triton interprets
 
-import argparse
-import json
+import os
 import secrets
+import shutil
 import statistics
+import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-try:
-    import midstream  # noqa: F401
-except ImportError:  # not installed: the checkout is the package, whatever its folder is called
-    _links = tempfile.TemporaryDirectory(prefix="midstream-")
-    (Path(_links.name) / "midstream").symlink_to(ROOT)
-    sys.path.insert(0, _links.name)
+import kit
+
+ASKED = kit.options(__doc__)
+if not ASKED.gpu:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-import triton
 from site_kit import DTYPES, EXACT, Case, Op, check, random_case, run, same_bits
 from site_properties import PROPERTIES
 
-from midstream.kernels import pair_site, reference, single_site, triton_site
+from midstream.kernels import reference, triton_site
 from midstream.kernels.plan import COLUMNS, NO_SLOT, ROWS_PER_TOKEN, Does, Planned, SitePlan, lowrank
 from midstream.schemas.interventions import PLACE, SCALARS
 
+#: What the stage launches: not the ops of `midstream.kernels`, which on the CPU are the reference.
+pair_site, single_site = triton_site.pair_site, triton_site.single_site
+DEVICE = "cuda" if ASKED.gpu else "cpu"
 HIDDEN = 4096
-TOKENS = (1, 64, 8192)
+TOKENS = (1, 64, 2048)
 DTYPE = torch.bfloat16
+#: (width, tokens) of the random sites, more tokens than programs among them.
+SHAPES = [(1, 1), (37, 7), (576, 130), (4096, 33), (5120, 9), (8192, 5), (64, 2 * triton_site.MAX_PROGRAMS + 3)]
+if ASKED.tiny:
+    SHAPES = [(37, 3)]
 #: Launches in one timed graph, and replays of which the median is taken.
 LAUNCHES, REPLAYS = 20, 15
 #: Sites of a 32-layer model with all six hooks.
@@ -54,7 +54,7 @@ def there_and_back(op: Op) -> Op:
     """`op` on the GPU, for tensors on the CPU."""
 
     def call(*tensors: torch.Tensor) -> None:
-        on_gpu = [tensor.cuda() for tensor in tensors]
+        on_gpu = [tensor.to(DEVICE, copy=True) for tensor in tensors]
         op(*on_gpu)
         for host, device in zip(tensors, on_gpu, strict=True):
             host.copy_(device)
@@ -83,14 +83,13 @@ def compare(case: Case, pair: Op, single: Op) -> None:
     assert found.hidden is None or same_bits(found.hidden, expected.hidden), f"{case.name}: hidden"
 
 
-def check_against_reference() -> int:
-    """In all dtypes and odd sizes, more tokens than programs among them."""
-    shapes = [(1, 1), (37, 7), (576, 130), (4096, 33), (5120, 9), (8192, 5), (64, 2 * triton_site.MAX_PROGRAMS + 3)]
+def check_against_reference(shapes: Sequence[tuple[int, int]]) -> int:
+    """Every family alone, those without sums together, and all, in all dtypes."""
     cases = 0
     for dtype in DTYPES:
         for width, tokens in shapes:
             for pair in (True, False):
-                for families in (EXACT, EXACT, tuple(PLACE)):
+                for families in (EXACT, tuple(PLACE), *((name,) for name in PLACE if tokens < triton_site.MAX_PROGRAMS)):
                     case = random_case(secrets.randbits(32), dtype=dtype, width=width, tokens=tokens, pair=pair, families=families)
                     compare(case, there_and_back(pair_site), there_and_back(single_site))
                     cases += 1
@@ -269,41 +268,47 @@ def time_idle_sites() -> dict[int, float]:
     return found
 
 
+def sanitized() -> str:
+    """What compute-sanitizer says of a few launches."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        return "not there"
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, "--tiny", "--model", "sanitized"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=max(10.0, ASKED.seconds / 2), check=False)
+    except subprocess.TimeoutExpired:
+        return "did not end in time"
+    assert done.returncode != 9, f"compute-sanitizer found errors:\n{done.stdout[-3000:]}"
+    return "no errors" if done.returncode == 0 else f"ended with {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checks-only", action="store_true")
-    parser.add_argument("--programs", type=int, default=triton_site.MAX_PROGRAMS, help="programs of a launch at most")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("there is no GPU here")
-    triton_site.MAX_PROGRAMS = options.programs
-    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "programs": options.programs}
-    print("  ".join(f"{name} {value}" for name, value in machine.items()))
+    if ASKED.model == "sanitized":
+        check_against_reference(SHAPES)
+        return
+    if not ASKED.gpu:
+        from site_interpreter import _round_as_gpus_do
 
-    print("checks")
-    checks: dict[str, int | bool] = {
-        "properties": check_properties(),
-        "random_steps": check_against_reference(),
-        "graph_replays": check_graphs(),
-        "far_offsets": check_far_offsets(),
-    }
-    print("  " + "  ".join(f"{name} {value}" for name, value in checks.items()))
-    result: dict[str, Any] = {"machine": machine, "checks": checks}
-
-    if not options.checks_only:
-        bandwidth = copy_bandwidth()
-        print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s")
-        result["copy_gb_per_s"] = round(bandwidth / 1e9, 1)
-        result["sites"] = time_sites(bandwidth)
-        print(f"  {'site':8}{'tokens':>7}  {'step':14}{'µs':>9}{'GB/s':>9}{'of copy':>9}")
-        for row in result["sites"]:
-            print(f"  {row['site']:8}{row['tokens']:>7}  {row['step']:14}{row['us']:>9}{row['gb_per_s']:>9}{row['of_copy']:>9}")
-        result["idle_sites_us"] = time_idle_sites()
-        print(
-            f"  {SITES} idle sites in one step: "
-            + ", ".join(f"{us} µs at {tokens} tokens" for tokens, us in result["idle_sites_us"].items())
-        )
-    print(json.dumps({"benchmark": "gpu_kernels", "hidden": HIDDEN, "dtype": str(DTYPE), "result": result}))
+        _round_as_gpus_do()
+        cases = check_against_reference(SHAPES)
+        kit.finish(ASKED, {"figures": {"cases": {"value": cases}}, "notes": ["Triton's interpreter: nothing was timed"]})
+        return
+    checks: dict[str, Any] = {"properties": check_properties(), "cases": check_against_reference(SHAPES)}
+    checks |= {"graph_replays": check_graphs(), "far_offsets": check_far_offsets(), "sanitizer": sanitized()}
+    figures = {name: {"value": checks[name]} for name in ("cases", "graph_replays")}
+    notes = [f"{name}: {found}" for name, found in checks.items()]
+    bandwidth = copy_bandwidth()
+    notes.append(f"a device copy of 1 GiB moves {bandwidth / 1e9:.0f} GB/s, read and written")
+    rows = time_sites(bandwidth)
+    for step, name in (("capture all", "gather"), ("add", "steer")):
+        for row in rows:
+            if row["site"] == "pair" and row["step"] == step:
+                figures[f"{name}_{row['tokens']}"] = {"value": row["of_copy"] * 100}
+    idle = time_idle_sites()
+    notes.append(f"{SITES} idle launches: " + ", ".join(f"{us} µs at {tokens} tokens" for tokens, us in idle.items()))
+    columns = ["site", "tokens", "step", "us", "gb_per_s", "of_copy"]
+    table = {"title": f"Sites of {HIDDEN} × bf16", "columns": columns, "rows": [[row[name] for name in columns] for row in rows]}
+    kit.finish(ASKED, {"figures": figures, "tables": [table], "notes": notes})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,131 @@
+"""An engine whose scheduler, rank and model run in this process: the caller makes every step, so that two engines get the same ones."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import engines
+import msgspec
+
+from midstream.schemas.settings import Settings
+from midstream.schemas.steering import GlobalSteering
+from midstream.schemas.tensors import Tensor, content_hash
+from midstream.workers.engine.protocol import EngineRequest
+
+
+class Stepped:
+    """What `VllmEngine` uses of vLLM's AsyncLLM, on an engine that steps when it is told to. One thread does all of its work."""
+
+    thread = ThreadPoolExecutor(1)
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.model_config, self.vllm_config = llm.model_config, llm.vllm_config
+        self.errored, self.dead_error, self.output_handler = False, None, None
+
+    @classmethod
+    def from_vllm_config(cls, config: Any, disable_log_stats: bool) -> "Stepped":
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        return cls(cls.thread.submit(LLMEngine.from_vllm_config, config, disable_log_stats=disable_log_stats).result())
+
+    def call(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return self.thread.submit(work, *arguments, **named).result()
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return list(self.call(self.llm.collective_rpc, method, args=args))
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(self.call(self.llm.reset_prefix_cache))
+
+    def shutdown(self) -> None:
+        self.call(self.llm.engine_core.shutdown)
+
+
+class Direct:
+    """`VllmEngine` with that, without asynchronous scheduling: the batches of a step follow from what was added before it alone."""
+
+    def __init__(self, settings: Settings, extra: dict[str, Any]) -> None:
+        from midstream.workers.engine import vllm, vllm_options
+
+        os.environ[engines.EXTRA] = json.dumps(extra)
+        self._loop = asyncio.new_event_loop()
+        self.engine = engines.direct_engine(settings)
+        vllm.AsyncLLM = Stepped  # type: ignore[attr-defined, assignment, misc]
+        vllm.overlaps = vllm_options.overlaps = lambda *_: False
+        self.wait(self.engine.start())
+        self._llm: Stepped = self.engine._llm
+        self.facts = engines.facts_of(self._llm)
+        self._live: set[str] = set()
+        self.steps = 0
+        self.outputs: dict[str, list[Any]] = {}
+
+    def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._loop.run_until_complete(work)
+
+    def hold(self, tensors: list[Tensor]) -> list[str]:
+        """Their names, once the rank has them."""
+        named = {content_hash(tensor): tensor for tensor in tensors}
+
+        async def fetch(name: str) -> Tensor:
+            return named[name]
+
+        self.wait(self.engine.hold_vectors(list(named), fetch))
+        return list(named)
+
+    def add(self, ask: EngineRequest) -> None:
+        """The request begins in the next step that has room."""
+        from vllm import TokensPrompt
+
+        from midstream.workers.engine.rank_spec import rank_spec
+        from midstream.workers.engine.vllm_output import sampling_params
+
+        params = sampling_params(ask.sampling, rank_spec(ask, GlobalSteering()))
+        name = f"{ask.job}.{ask.request}.{ask.attempt}"
+        self._llm.call(self._llm.llm.add_request, name, TokensPrompt(prompt_token_ids=ask.token_ids), params)
+        self._live.add(name)
+        self.outputs[name] = []
+
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
+    def step(self) -> None:
+        for output in self._llm.call(self._llm.llm.step):
+            part = output.outputs[0]
+            chosen = part.logprobs or [None] * len(part.token_ids)
+            pairs = zip(part.token_ids, chosen, strict=True)
+            self.outputs[output.request_id] += [(token, found[token].logprob if found else None) for token, found in pairs]
+            if output.finished:
+                self._live.discard(output.request_id)
+        self.steps += 1
+
+    def drain(self) -> None:
+        while self._live:
+            self.step()
+        self.step()  # in which the rank is told of the last ends
+
+    def in_its_thread(self, work: Callable[[], Any]) -> Any:
+        return self._llm.call(work)
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = self.wait(self.engine._call("midstream_status", ()))[0]
+        return status
+
+    def close(self) -> None:
+        """Everything captured is written, and its receipts are sent."""
+        self.wait(self.engine.shutdown())
+
+
+def request(number: int, token_ids: list[int], generated: int, *, job: str = "", logprobs: int | None = None, **wish: Any) -> EngineRequest:
+    """`wish`: steering and captures, see `EngineRequest`."""
+    from midstream.schemas.jobs import Sampling
+
+    sampling = msgspec.structs.replace(Sampling(), max_tokens=generated, ignore_eos=True, temperature=0.0, logprobs=logprobs)
+    captured = {capture.tag: 1 for capture in wish.get("captures", ())}
+    return EngineRequest(job or f"job{number}", 0, 1, token_ids, sampling, captured=captured, **wish)
