@@ -204,7 +204,9 @@ class AppContext:
                         abandon_on_cancel=True,
                     )
             except Exception as error:  # kombu raises what its transport raises
-                log.warning("cannot broadcast the cancel of job %s (%r): it takes effect at the worker's next lease renewal", job_id, error)
+                log.warning(
+                    "cannot broadcast the cancellation of job %s (%r): it takes effect at the worker's next lease renewal", job_id, error
+                )
         return view
 
     # --- Waiting ---

@@ -92,17 +92,17 @@ async def keep_sweeping(settings: Settings) -> None:
                     for action, found in vars(report).items():
                         metrics.SWEPT.labels(action).inc(found if isinstance(found, int) else len(found))
                 if away:
-                    log.warning("sweeps resumed")
+                    log.warning("the reaper has resumed")
                 away = False
             except (MidstreamError, redis.RedisError) as error:
                 if not is_unavailable(error):
-                    log.exception("a sweep failed; next one in %s s", settings.sweep_interval_s)
+                    log.exception("a pass of the reaper failed; next one in %s s", settings.sweep_interval_s)
                 elif not away:
-                    log.warning("sweeps suspended, Redis unreachable: %s", error)
+                    log.warning("the reaper is suspended, Redis unreachable: %s", error)
                 away = away or is_unavailable(error)
             except Exception:
                 # Whatever it was, the other jobs still need the next sweep.
-                log.exception("a sweep failed; next one in %s s", settings.sweep_interval_s)
+                log.exception("a pass of the reaper failed; next one in %s s", settings.sweep_interval_s)
             await asyncio.sleep(settings.sweep_interval_s)
     finally:
         await ledger.close()

@@ -41,7 +41,7 @@ def relay(settings: Settings) -> str:
 
 
 def callbacks(settings: Settings) -> str:
-    return "" if _redis(settings).exists(REAPER_KEY) else "no sweep has completed recently"
+    return "" if _redis(settings).exists(REAPER_KEY) else "the reaper has not completed a pass recently"
 
 
 def worker(settings: Settings) -> str:

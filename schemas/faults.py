@@ -22,7 +22,7 @@ CRASH_POINTS: dict[str, str] = {
     "worker.released": "a dead engine's job was requeued; the message of its last attempt is not acknowledged",
     "worker.aborted": "a cancelled job has left the engine; the ledger was not updated",
     "capture.written": "a capture's file is written under its temporary name",
-    "capture.renamed": "the file has its final name; the directory is not synced, no receipt names it",
+    "capture.renamed": "the file has its final name; the directory is not synced, and no receipt names it",
     "segment.written": "rows are in a segment; its index does not name them",
     "segment.indexed": "the index names them; no receipt does",
     "receipt.stored": "a receipt is in the outbox; it was not sent",

@@ -208,7 +208,7 @@ def _run(patch: Patch, bounds: Bounds, model_state: ModelState) -> RunView:
     name, model, at = patch.spec.source.run, bounds.model, patch.source("run")
     run = model_state.runs.get(name or "")
     if run is None:
-        there = " or ".join(filter(None, [", ".join(model_state.run_names), "the id of a job that captured"]))
+        there = " or ".join(filter(None, [", ".join(model_state.run_names), "the id of a job with captures"]))
         raise invalid(at, f"unknown source run {name!r} of model {model.name!r}", allowed=there)
     if run.model != model.name:
         raise invalid(at, f"{name!r} is a run of model {run.model!r}: rows can only be used with the model they were captured from")

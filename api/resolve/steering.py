@@ -340,5 +340,7 @@ def _check_room(
                 words += f", of which global steering takes {taken}"
             if share > 1:
                 words += f", of which global steering may take {max(1, there // share)}"
-            raise invalid(field, words, allowed="fewer layers, entries or ranks" if field == "steering" else "fewer layers or positions")
+            raise invalid(
+                field, words, allowed="fewer layers or entries, or a lower rank" if field == "steering" else "fewer layers or positions"
+            )
     return needed.rows

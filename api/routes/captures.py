@@ -152,7 +152,8 @@ async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     "/v1/captures/{job_id:str}",
     status_code=204,
     summary="Delete a job's captures",
-    description="Afterwards the manifest and the files return 410. Downloads in progress complete. The job's record stays.",
+    description="Afterwards, a request for the manifest or a file is answered with 410. Downloads in progress complete. "
+    "The job's record stays.",
     responses=CAPTURE_ERRORS,
 )
 async def delete_captures(job_id: JobId, request: JsonRequest) -> None:

@@ -65,8 +65,8 @@ def preferred_wait(header: str | None) -> float | None:
     "/v1/jobs",
     status_code=202,
     summary="Submit a job",
-    description="Durable once answered. `Prefer: wait=N` holds the response and returns the result with 200 if the job ends in time; "
-    "repeating a submission with the same `Idempotency-Key` returns the same job.",
+    description="The job is durable once the response is sent. `Prefer: wait=N` holds the response and returns the result with 200 "
+    "if the job ends in time; repeating a submission with the same `Idempotency-Key` returns the same job.",
     responses={200: ResponseSpec(JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False), **SUBMIT_ERRORS},
 )
 async def submit_job(data: JSONBody[JobRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:

@@ -130,7 +130,10 @@ def _links(settings: Settings) -> dict[str, tuple[str, str]]:
     if settings.flower_port:
         host = "127.0.0.1" if settings.flower_host in ("0.0.0.0", "::", "") else settings.flower_host
         host = f"[{host}]" if ":" in host else host
-        links["flower"] = (f"http://{host}:{settings.flower_port}", "the task queue, as seen from the server's machine; where Flower runs")
+        links["flower"] = (
+            f"http://{host}:{settings.flower_port}",
+            "the task queue, if Flower is running; the address is valid on the server's machine",
+        )
     return links
 
 

@@ -193,8 +193,8 @@ def _entry(entry: SteeringTemplate) -> EntryView:
 @put(
     "/v1/steering/global",
     summary="Set a model's global steering",
-    description="Every live worker prepares the change on all its ranks; if one cannot, nothing changes (409, 503). Once answered, new "
-    "requests use the new steering; running requests keep the old.",
+    description="Every live worker prepares the change on all its ranks; if one cannot, nothing changes (409, 503). Once the response is "
+    "sent, new requests use the new steering; running requests keep the old.",
     responses=CHANGE_ERRORS,
 )
 async def put_global(data: JSONBody[GlobalRequest], request: JsonRequest, model: Model = None) -> GlobalView:

@@ -54,7 +54,7 @@ GLOBAL_CAPTURE_SKIPPED = Counter(
 )
 LEDGER = Gauge("midstream_ledger_reachable", "1 if the job ledger (Redis) answers this process")
 HELD = Gauge("midstream_held_responses", "Calls to this process waiting for a job to change")
-REFUSALS = Counter("midstream_refusals_total", "Calls rejected for a limit, a quota or overload", ["kind"])
+REFUSALS = Counter("midstream_refusals_total", "Calls rejected because of a limit, a quota or overload", ["kind"])
 
 #: In one statement each, so that a scrape right after the start shows zeros instead of nothing.
 for _status in ("ok", "partial", "error", "duplicate", "stale", "unknown", "beyond_gap"):
@@ -163,7 +163,7 @@ OF_STEERING: tuple[Reading[SteeringReport], ...] = (
     _steering_rank("entries", "Entries of the steering table", lambda rank: rank.entries),
     _steering_rank("vectors", "Tensors held by the rank", lambda rank: rank.vectors),
     _steering_rank("requests", "Requests on the rank with an intervention or a capture", lambda rank: rank.requests),
-    _steering_rank("actions", "Actions in the rank's ledger", lambda rank: rank.actions),
+    _steering_rank("actions", "Actions recorded by the rank since its last reset", lambda rank: rank.actions),
     _steering_rank("outbox", "Receipts that the relay has not acknowledged", lambda rank: rank.outbox),
     _steering_rank("backlog_bytes", "Captured rows waiting for the writers", lambda rank: rank.backlog),
 )

@@ -352,7 +352,7 @@ def _farewell(console: Console, settings: Settings, job: str, seconds: float) ->
         (
             f'{command} sweep --clean "{CLEAN}" --corrupt "{CORRUPT}" --answer "{ANSWER}" --foil "{FOIL}" '
             "--hooks attn_out,mlp_out --heatmap sweep.png",
-            "find the layers whose attention moves it to the last token",
+            "find the layers whose attention moves the answer to the last token",
         ),
     )
     for line, why in tries:

@@ -62,7 +62,7 @@ def submit(
     positions: Annotated[
         str | None,
         typer.Option(
-            help="Capture these: last_prompt (default), all_prompt, all_generated, all, 0,5,-1, or 5:9, or from 5: on.", **CAPTURE
+            help="Capture these: last_prompt (default), all_prompt, all_generated, all, 0,5,-1, 5:9, or 5: (from 5 on).", **CAPTURE
         ),
     ] = None,
     span: Annotated[
@@ -215,7 +215,7 @@ def report_end(client: Client, view: JobView, as_json: bool) -> None:
             raise MidstreamError(
                 view.error.type.rpartition(":")[2], f"job {view.id} {view.state}: {view.error.detail}", field=view.error.field
             )
-        raise MidstreamError("conflict", f"job {view.id} ended {view.state}")
+        raise MidstreamError("conflict", f"job {view.id} ended in the state {view.state}")
     result = client.result(view.id)
     if as_json:
         print(to_json(result).decode())

@@ -64,8 +64,8 @@ def keys_create(
     if json_:
         print(to_json(made).decode())
         return
-    until = "" if made.expires is None else f", until {_time(made.expires)}"
-    err.print(f"key {made.id} ({made.name}) of tenant {made.tenant} may {', '.join(made.scopes)}{until}", style="dim", markup=False)
+    until = "" if made.expires is None else f"; expires: {_time(made.expires)}"
+    err.print(f"key {made.id} ({made.name}) of tenant {made.tenant}; scopes: {', '.join(made.scopes)}{until}", style="dim", markup=False)
     print(made.key)
 
 

@@ -42,7 +42,7 @@ def sweep(
     ] = None,
     layers: Annotated[str | None, typer.Option(help="all (default), 3, 0-5, or 0-5,9,-1.", **CELLS)] = None,
     positions: Annotated[
-        str | None, typer.Option(help="Of the patched prompt: all_prompt (default), 0,5,-1, or 5:9, or from 5: on.", **CELLS)
+        str | None, typer.Option(help="Of the patched prompt: all_prompt (default), 0,5,-1, 5:9, or 5: (from 5 on).", **CELLS)
     ] = None,
     span: Annotated[
         list[str] | None,

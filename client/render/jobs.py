@@ -212,7 +212,7 @@ def checks(found: Sequence[Check]) -> Table:
         numbers = (size(check.bytes), f"{check.crc32:08x}") if check.bytes else ("", "")  # none where something is missing
         shown.add_row(name, str(check.request), *numbers, verdict)
     right = sum(check.ok for check in found)
-    shown.caption = f"{right} of {len(found)} are correct"
+    shown.caption = f"{right} of {len(found)} correct"
     return shown
 
 

@@ -71,7 +71,7 @@ def global_line(view: GlobalView) -> str:
     content = f"{what(view.entries)}, digest {view.digest[:DIGEST]}" if view.entries else "nothing"
     line = f"global steering of {escape(view.model)}, version {view.version}: {content}"
     if not view.workers:
-        return f"{line}; no worker is running: each applies it before its first job"
+        return f"{line}; no worker is running; every worker will apply it before its first job"
     behind = [worker for worker in view.workers if worker.global_version != view.version]
     if view.applied:
         return f"{line}; [green]applied[/] by {count(len(view.workers), 'worker')} on every rank"

@@ -250,10 +250,15 @@ def _parts(status: Status, settings: Settings) -> Iterator[Finding]:
         found = "not seen for 15 s: captures and interventions wait for it, then time out"
         yield Finding("fail", "relay", found, "start it (`python -m midstream.broker.relay`), and check its log")
     if status.callbacks.alive:
-        ago = f", the last sweep {max(0.0, status.at - status.callbacks.last_sweep):.1f} s ago" if status.callbacks.last_sweep else ""
+        ago = (
+            f", the reaper's last pass {max(0.0, status.at - status.callbacks.last_sweep):.1f} s ago" if status.callbacks.last_sweep else ""
+        )
         yield Finding("ok", "callbacks", f"alive{ago}")
     else:
-        found = "no sweep has completed recently: lost messages and dead workers' jobs are not recovered, and webhooks are not sent"
+        found = (
+            "the reaper has not completed a pass recently: lost messages and dead workers' jobs are not recovered, "
+            "and webhooks are not sent"
+        )
         yield Finding("fail", "callbacks", found, "start it (`python -m midstream.broker.callbacks`), and check its log")
     pending, overdue = status.callbacks.webhooks_pending, status.callbacks.webhooks_overdue_s
     late = overdue > OVERDUE_WARN_S

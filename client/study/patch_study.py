@@ -395,7 +395,7 @@ def _column(labels: list[str], wanted: str | int) -> int:
         raise invalid("columns", f"no column {wanted}", allowed=f"0 to {len(labels) - 1}")
     found = [number for number, label in enumerate(labels) if wanted in (label, grids.written(label))]
     if len(found) != 1:
-        detail = f"{len(found)} columns are called {wanted!r}" + (": give its number" if found else "")
+        detail = f"{len(found)} columns are called {wanted!r}" + (": give the column's number" if found else "")
         raise invalid("columns", detail, allowed=", ".join(map(repr, labels)))
     return found[0]
 

@@ -207,7 +207,7 @@ def _of_rope(rope: Mapping[str, Any], config: Any, max_model_len: int, backend: 
         raise DifferentNumbersError(f"rope_parameters: {unknown[0]} is not served; served: {', '.join(sorted(ROPE_KEYS))}")
     if kind == "dynamic" and max_model_len > config.max_position_embeddings:
         raise DifferentNumbersError(
-            f"rope_parameters: with rope_type 'dynamic' vLLM computes prompts of up to max_position_embeddings tokens as "
+            f"rope_parameters: with rope_type 'dynamic' vLLM computes only prompts of up to max_position_embeddings tokens as "
             f"transformers does: set max_model_len to {config.max_position_embeddings} or less (now {max_model_len})"
         )
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings

@@ -84,7 +84,7 @@ def install(
     if type(model).__module__.startswith(BACKEND_MODULE) != adapter.variant.backend:
         served = "is" if not adapter.variant.backend else "is not"
         raise UnsupportedArchitectureError(
-            f"{adapter.architecture} {served} served by vLLM's Transformers backend, which is not supported here"
+            f"{adapter.architecture} {served} served by vLLM's Transformers backend: this is not supported for this architecture"
         )
     ordered = [hook for hook in adapter.hooks if hook in hooks]
     for hook in hooks:

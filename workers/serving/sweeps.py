@@ -255,7 +255,7 @@ class SweepAttempt:
         versions = {told.global_version for record in known for told in record.receipts} - {self._everyone.version}
         if needed and versions:
             return (
-                f"the sweep began under global steering version {min(versions)} and was interrupted; it is now version "
+                f"the sweep began under global steering version {min(versions)} and was interrupted; the version is now "
                 f"{self._everyone.version}, so its remaining cells are not comparable with those done"
             )
         return ""
