@@ -152,7 +152,7 @@ FAMILIES: tuple[Intervention, ...] = (
     Intervention(
         "replace_masked", "replace", "rewrite",
         "in some dimensions only (a patch's `mask`): as `replace`",
-        "where m = 1: s ← (1 − alpha) · s + alpha · v0, with alpha = 1 v0 bit for bit; where m = 0: s",
+        "where m = 1: s ← (1 − alpha) · s + alpha · v0, with alpha = 1, v0 bit for bit; where m = 0: s",
         "`replace` in some dimensions only; with m = 1 everywhere it gives the same bits",
         flag="mask", tensors=("vector", "mask"), scale=Number("scale", _STREAM), numbers=(_ALPHA,),
     ),

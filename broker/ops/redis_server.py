@@ -151,7 +151,7 @@ def _lock(directory: Path) -> int:
         os.close(lock)
         pid_file = directory / "redis.pid"
         pid = pid_file.read_text().strip() if pid_file.exists() else "unknown"
-        raise MidstreamError("conflict", f"a Redis server (pid {pid}) already runs on {directory}") from None
+        raise MidstreamError("conflict", f"a Redis server (pid {pid}) is already running on {directory}") from None
     return lock
 
 

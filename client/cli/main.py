@@ -62,7 +62,7 @@ def up(
     port: Annotated[int | None, typer.Option(help="Port of the API; 0: any free port.")] = None,
     flower_port: Annotated[int | None, typer.Option(help="Port of Flower; 0: any free port.")] = None,
     global_capture: Annotated[
-        str | None, typer.Option(metavar=HOOKS_FORM, help="Capture this of every request, such as post_block:all;pre_attn:0-17.")
+        str | None, typer.Option(metavar=HOOKS_FORM, help="Capture these sites for every request, such as post_block:all;pre_attn:0-17.")
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable.")] = None,
 ) -> None:

@@ -224,7 +224,7 @@ class VllmEngine(RankControl):
             await self._llm.engine_core.call_utility_async("midstream_end", ends)
         except Exception as error:
             if not self._stopping and not self._llm.errored:
-                self._broken = f"the engine core did not take the ends of {len(ends)} requests: {error}"
+                self._broken = f"the engine core could not be told where {len(ends)} requests end: {error}"
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         try:

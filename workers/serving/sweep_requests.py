@@ -110,7 +110,7 @@ class SweepRequests:
         of_it = [file for told in receipts if told.request == request for file in told.files if file.tag == tag]
         capture = self._capture(pair, request % self.units.width, tag)
         if not of_it or capture is None:
-            raise ValueError(f"nothing was captured of {key}")
+            raise ValueError(f"nothing was captured for {key}")
         node = self.units.nodes[pair][request % self.units.width]
         tokens = len(self._sweep.pairs[pair].base if tag == BASE else self._sweep.pairs[pair].source) + len(node.prefix)
         return RunFiles(

@@ -47,7 +47,7 @@ def _check(receipts: Sequence[Receipt], world: int) -> None:
     for receipt in receipts:
         stages.setdefault(receipt.pp, set()).add((receipt.checksum, receipt.actions, receipt.epoch, receipt.applied))
     if differing := sorted(stage for stage, accounts in stages.items() if len(accounts) > 1):
-        raise UnverifiedUnit(f"the ranks of stage {differing[0]} do not report the same")
+        raise UnverifiedUnit(f"the ranks of stage {differing[0]} do not report the same values")
 
 
 def _graded(receipts: Sequence[Receipt]) -> list[float]:

@@ -119,9 +119,9 @@ class Settlements:
             try:
                 self.look()
             except redis.RedisError as error:
-                logger.info("could not report the ends of settling jobs; will retry: %s", error)
+                logger.info("could not report the outcomes of tasks that are still STARTED; will retry: %s", error)
             except Exception:  # the ends of the others are still to be reported
-                logger.exception("could not report the end of a settling job")
+                logger.exception("could not report the outcome of a task that is still STARTED")
             with self._lock:
                 if not self._waiting:
                     self._some.clear()
