@@ -22,6 +22,7 @@ from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.storage.store import open_store
 from midstream.workers.runner.capture import Ports, Recording
 from midstream.workers.runner.finished import FinishedCapture
+from midstream.workers.runner.mover import Mover
 from midstream.workers.runner.overload import Overload
 from midstream.workers.runner.planner import Planner, Tracked
 from midstream.workers.runner.sites import Buffers, Site
@@ -92,8 +93,9 @@ class Rank:
         self.table = RowTable(self.sites, self.buffers, self.vectors, self.runs)
         self.slabs = SlabPool(1 << 24, spill_dir)
         self.backlog = 0  # bytes that the writers are behind, of 100 that they may be
+        self.mover = Mover(torch.device("cpu"))
         overload = Overload(policy, 100, lambda: self.backlog)
-        self.planner = Planner(self.sites, self.buffers, self.table, self.slabs, overload, traced=traced)
+        self.planner = Planner(self.sites, self.buffers, self.table, self.slabs, overload, self.mover, traced=traced)
         self.ports = Ports(self.sites)
         self._traced = traced
         self.left: dict[tuple[str, int], np.ndarray] = {}  # what the last forward's streams were after the sites

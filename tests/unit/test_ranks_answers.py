@@ -190,6 +190,26 @@ def test_captures_beyond_the_budget_wait_and_one_that_is_larger_alone_still_runs
     asyncio.run(story())
 
 
+def test_while_the_writers_are_behind_no_capture_is_admitted() -> None:
+    async def story() -> None:
+        budget, order = CaptureBudget(100), list[str]()
+
+        async def use(label: str, size: int) -> None:
+            async with budget.admitted(size):
+                order.append(label)
+
+        budget.shut(True)
+        captures, plain = asyncio.ensure_future(use("captures", 10)), asyncio.ensure_future(use("plain", 0))
+        await plain
+        await asyncio.sleep(0)
+        assert (order, budget.waiting) == (["plain"], 1)
+        budget.shut(False)
+        await captures
+        assert order == ["plain", "captures"]
+
+    asyncio.run(story())
+
+
 def test_holder_and_waiter_cancelled_together_leave_nothing_behind() -> None:
     async def story() -> None:
         for gate, first, second in ((RowAdmission(1, 9), rows("x"), rows("y")), (CaptureBudget(1), 1, 1)):

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from rank_kit import Rank, Request, rows_of, wanted_rows
 
 from midstream.schemas.specs import RankSpec, StoredCapture
+from midstream.workers.runner.mover import Mover
 from midstream.workers.runner.row_index import PIECES, RowIndex
 from midstream.workers.runner.row_store import RowStore
 
@@ -101,7 +103,7 @@ def test_wider_kept_rows_replace_narrower_ones() -> None:
 def test_captures_served_by_kept_rows_equal_computed_ones(seed: int) -> None:
     """Random captures of one prompt, one after the other, each cached as far as the index promises."""  # field case 14
     rng = np.random.default_rng(seed)
-    rank, store = Rank(), RowStore()
+    rank, store = Rank(), RowStore(Mover(torch.device("cpu")))
     index = RowIndex(40 * rank.buffers.ring.shape[1] * 4, rank.buffers.ring.shape[1] * 4, BLOCK)
     reused = 0
     for turn in range(30):
@@ -120,7 +122,6 @@ def test_captures_served_by_kept_rows_equal_computed_ones(seed: int) -> None:
             rank.step((request, at, count))
             for block in index.keep(str(turn), spec, hashes, at, at + count):
                 store.keep(block.number, recording, block.first, block.stop)
-            store.settle()
             store.drop(index.dropped())
             at += count
         finished = rank.finish(request)
@@ -139,4 +140,4 @@ def test_evicted_rows_are_a_typed_error() -> None:
     rank = Rank()
     request = rank.admit(Request(0, 6, 8, [capture()]))
     with pytest.raises(LookupError, match="positions 0 to 3, served by the prefix cache, are no longer stored"):
-        RowStore().serve(7, request.tracked.recordings[0], 0, 4)
+        RowStore(Mover(torch.device("cpu"))).serve(7, request.tracked.recordings[0], 0, 4)

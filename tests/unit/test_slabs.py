@@ -1,7 +1,9 @@
 """Captured rows come out in position order, each position once; slab memory is bounded, and reused when nobody looks at it."""
 
+import ctypes
 import gc
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from rank_kit import HIDDEN, Rank, Request, rows_of, wanted_rows
 
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import StoredCapture
+from midstream.workers.runner.host_memory import HostMemoryError
+from midstream.workers.runner.mover import Mover
 from midstream.workers.runner.overload import Overload
 from midstream.workers.runner.slabs import SlabPool
 
@@ -92,6 +96,126 @@ def test_memory_is_reused_when_the_slab_is_gone_and_not_before() -> None:
     del second
 
 
+class Late:
+    """A landing that takes its time."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def wait(self) -> None:
+        assert self.over.wait(10)
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+
+class LateArea:
+    """An accelerator's ring whose copies land when the test says so."""
+
+    def __init__(self, ring: torch.Tensor) -> None:
+        self.rows, self._ring = len(ring), ring
+        self.flying: list[tuple[torch.Tensor, torch.Tensor, Late]] = []
+        self._landing = Late()
+
+    def next(self) -> tuple[int, Late]:
+        self._landing = Late()
+        return 0, self._landing
+
+    def take(self, slab: torch.Tensor, rows: int) -> None:
+        # As the device does: it writes to an address, and keeps nothing alive.
+        there = torch.frombuffer((ctypes.c_uint8 * slab.nbytes).from_address(slab.data_ptr()), dtype=slab.dtype)
+        self.flying.append((there.view(slab.shape), self._ring[:rows].clone(), self._landing))
+
+    def land(self) -> None:
+        for there, rows, landing in self.flying:
+            there.copy_(rows)
+            landing.over.set()
+        self.flying.clear()
+
+
+def test_a_copy_that_lands_late_does_not_reach_the_next_slab() -> None:
+    """A request is cancelled right after a step: its slab is dropped while its rows are on their way."""
+    rank = Rank(traced=True)
+    area = rank.planner._staging._area = LateArea(rank.buffers.ring)  # type: ignore[assignment]
+    cancelled = rank.admit(request_of())
+    rank.step((cancelled, 0, 6))
+    cancelled.tracked.recordings[0].forget()
+    gc.collect()
+    mine = rank.slabs.new_slab(12, HIDDEN, torch.float32)  # of the same size class
+    mine.fill_(7.0)
+    area.land()
+    assert (mine == 7.0).all()
+    held = rank.slabs.alive
+    rank.slabs.collect()
+    assert rank.slabs.alive < held, "once it has landed, the memory is free"
+
+
+def test_memory_is_not_reused_while_a_view_of_the_slab_is_left() -> None:
+    pool = SlabPool(1 << 20)
+    slab = pool.new_slab(16, 4, torch.float32)
+    view, address = slab[3:5].view(torch.uint8).numpy(), slab.data_ptr()
+    del slab
+    gc.collect()
+    assert pool.new_slab(16, 4, torch.float32).data_ptr() != address
+    del view
+    gc.collect()
+    assert pool.new_slab(16, 4, torch.float32).data_ptr() == address
+
+
+def test_slabs_take_little_more_than_their_rows() -> None:
+    pool = SlabPool(0)
+    for size in (1 << 20, (1 << 20) + 1, 3 << 20, (5 << 20) + 4096, (8 << 20) - 1):
+        slab = pool.new_slab(size, 1, torch.uint8)
+        assert size <= pool.alive <= size * 9 / 8
+        del slab
+        gc.collect()
+        pool.collect()
+
+
+def test_page_locked_memory_is_unregistered_before_it_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cuda:
+        locked: dict[int, int] = {}
+
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            ctypes.string_at(address, size)  # it is mapped
+            self.locked[address] = size
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            ctypes.string_at(address, self.locked.pop(address))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cuda)
+    pool = SlabPool(0, pinned=True)
+    slab = pool.new_slab(5 << 20, 1, torch.uint8)
+    assert Cuda.locked == {slab.data_ptr(): 5 << 20}, "not the next power of two"
+    del slab
+    gc.collect()
+    pool.collect()
+    gc.collect()
+    assert Cuda.locked == {}
+
+
+def test_memory_that_cannot_be_locked_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cuda:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            return 2  # cudaErrorMemoryAllocation
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cuda)
+    pool = SlabPool(0, pinned=True)
+    with pytest.raises(HostMemoryError, match="no 16384 bytes of page-locked memory"):
+        pool.new_slab(1, 1, torch.uint8)
+    assert pool.alive == 0
+
+
+def test_helper_threads_use_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((threading.current_thread().name, device)))
+    Mover(torch.device("cuda", 3)).close()
+    Mover(torch.device("cpu")).close()
+    assert told == [("midstream-mover", torch.device("cuda", 3))]
+
+
 def test_unused_memory_beyond_the_limit_is_given_back() -> None:
     pool = SlabPool(keep_bytes=1 << 15)
     slabs = [pool.new_slab(1 << 10, 4, torch.float32) for _ in range(8)]
@@ -125,12 +249,16 @@ def test_a_long_capture_beside_wide_ones_can_be_moved_to_memory_of_its_own() -> 
     gc.collect()
     rank.slabs.collect()
     pinned = rank.slabs.alive
-    for _ in range(2):  # again: what was moved can be moved
-        long.tracked.recordings[0].compact(lambda rows: rank.slabs.new_slab(rows, HIDDEN, torch.float32))
-        rank.slabs.collect()
+    mover, recording = Mover(torch.device("cpu")), long.tracked.recordings[0]
+    recording.compact(mover)
+    rank.step((long, 39, 1))  # recorded while the others are being copied
+    mover.close()
+    recording.settle()
+    rank.slabs.collect()
     assert rank.slabs.alive < pinned / 20
+    long.total = 41
     finished = rank.finish(long)
-    assert finished.positions == list(range(39))
+    assert finished.positions == list(range(40))
     assert (rows_of(finished, "post_block", 1) == wanted_rows(long, finished, "post_block", 1)).all()
 
 
@@ -138,6 +266,14 @@ def test_a_step_waits_while_the_writers_are_behind_and_only_then() -> None:
     behind = [300, 200, 100]
     Overload("block", 100, lambda: behind.pop(0)).wait()
     assert behind == []  # looked again until it was within the limit
+    sizes = [300]
+    stuck = Overload("block", 100, lambda: sizes[-1], patience_s=0.02)
+    assert not stuck.behind
+    with pytest.raises(TimeoutError, match=r"did not catch up within 0\.02 s"):  # the other ranks do not wait for ever
+        stuck.wait()
+    assert stuck.behind
+    sizes.append(100)
+    assert not stuck.behind
     for policy in ("spill", "drop"):
         Overload(policy, 100, lambda: 300).wait()
 
@@ -156,6 +292,25 @@ def test_beyond_the_limit_rows_are_spilled_to_disk_and_come_back_whole(tmp_path:
     for layer in (0, 1):
         assert (rows_of(finished, "post_block", layer) == wanted_rows(request, finished, "post_block", layer)).all()
     assert os.listdir(tmp_path / "spill") == []  # the file has no name: nothing is left when the process ends
+
+
+def test_rows_of_an_accelerator_are_moved_to_the_file_when_they_have_landed(tmp_path: Path) -> None:
+    """A device's copy to pages of a file would hold the step."""
+    rank = Rank(policy="spill", spill_dir=tmp_path / "spill", traced=True)
+    area = rank.planner._staging._area = LateArea(rank.buffers.ring)  # type: ignore[assignment]
+    request = rank.admit(request_of())
+    rank.backlog = 101
+    rank.step((request, 0, 6))
+    rank.step((request, 6, 1))
+    assert rank.slabs.alive > 0, "in memory that the device can write to"
+    area.land()
+    rank.mover.close()
+    gc.collect()
+    rank.slabs.collect()
+    assert (rank.slabs.alive, rank.slabs.spilled) == (0, 14 * ROW_BYTES)
+    finished = rank.finish(request)
+    for layer in (0, 1):
+        assert (rows_of(finished, "post_block", layer) == wanted_rows(request, finished, "post_block", layer)).all()
 
 
 def test_where_rows_cannot_be_spilled_it_is_an_error_of_the_step(tmp_path: Path) -> None:

@@ -193,9 +193,15 @@ class CaptureBudget(_Gate[int]):
         super().__init__()
         self._limit = limit
         self._held = 0
+        self._shut = False
+
+    def shut(self, shut: bool) -> None:
+        """Admit nobody until this is called with false: the ranks' writers are behind."""
+        self._shut = shut
+        self._wake()
 
     def _fits(self, demand: int) -> bool:
-        return self._held == 0 or self._held + demand <= self._limit
+        return not self._shut and (self._held == 0 or self._held + demand <= self._limit)
 
     def _take(self, demand: int) -> None:
         self._held += demand

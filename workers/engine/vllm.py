@@ -192,6 +192,7 @@ class VllmEngine(RankControl):
     async def steering_status(self) -> list[RankSteering]:
         """Also resets the prefix cache after a failed intervention."""
         statuses = await self._call("midstream_status", ())
+        self._captures.shut(any(rank["behind"] for rank in statuses))
         if any(rank["tainted"] or rank["unkept"] for rank in statuses):
             await self._llm.reset_prefix_cache()  # see our scheduler: what matters is forgotten also while requests run
             await self._ranks.apply("forgetting failed interventions", "midstream_cleanse", [rank["step"] for rank in statuses])

@@ -6,13 +6,24 @@ without waiting: the ring has two halves, and rows leave one on a stream of thei
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from .capture import Landed, Landing
+from .host_memory import locked_copy
+from .landing import LANDED, Landing, OnStream
 from .sites import Buffers
 from .slabs import SlabPool
+
+
+class NewRows(NamedTuple):
+    """Where a step's captured rows go."""
+
+    slab: torch.Tensor  # `[rows, hidden_size]`, CPU
+    first: int = 0  # the ring row at which they begin
+    landing: Landing = LANDED  # of what `Staging.take` copies
+    file: torch.Tensor | None = None  # where they are to be moved to once they have landed: no device copies to pages of a file
 
 
 class Staging:
@@ -50,30 +61,32 @@ class Staging:
 
     # -- captures --------------------------------------------------------------------------------------------------------
 
-    def new_rows(self, slabs: SlabPool, rows: int, *, spill: bool) -> tuple[torch.Tensor, int]:
-        """A slab for this step's captured rows, and the ring row at which they begin.
+    def new_rows(self, slabs: SlabPool, rows: int, *, spill: bool) -> "NewRows":
+        """For this step's captured rows; `spill`: they go to a file.
 
-        Raises OSError when they are to be spilled and cannot be, RuntimeError when the ring cannot hold them (requests are
-        admitted so that it can).
+        Raises OSError when they are to be spilled and cannot be, HostMemoryError, and RuntimeError when the ring cannot hold
+        them (requests are admitted so that it can).
         """
         ring = self._buffers.ring
         room = len(ring) if self._area is None else self._area.rows
         if not self._direct and rows > room:
             raise RuntimeError(f"{rows} captured rows in one step, but the buffer has room for {room} (setting capture_buffer_mib)")
-        slab = slabs.new_slab(rows, ring.shape[1], ring.dtype, spill=spill)
+        file = slabs.new_file(rows, ring.shape[1], ring.dtype) if spill else None
+        if self._area is None:
+            slab = slabs.new_slab(rows, ring.shape[1], ring.dtype) if file is None else file
+            new = NewRows(slab)
+        else:
+            first, landing = self._area.next()
+            new = NewRows(slabs.new_slab(rows, ring.shape[1], ring.dtype, landing), first, landing, file)
         self._rows, self._slots = rows, {}
         if self._direct:
-            self._buffers.ring = slab
-        return slab, 0 if self._area is None else self._area.next()
+            self._buffers.ring = new.slab
+        return new
 
     def set_slots(self, pattern: int, tokens: np.ndarray) -> None:
         """Captured token `tokens[i]` has slot i at the ports of this pattern."""
         if not self._on_cpu:
             self._slots[pattern] = tokens
-
-    def landing(self) -> Landing:
-        """Of the rows that `take` will ask for."""
-        return Landed() if self._area is None else self._area.landing()
 
     def take(self, slab: torch.Tensor) -> None:
         """Copy this step's captured rows to `slab`, or begin to."""
@@ -106,9 +119,17 @@ class Staging:
                 slots[pattern, tokens] = np.arange(len(tokens), dtype=np.int32)
             self._upload(buffers.capture_slots[: len(slots)], slots)
 
+    def abandon(self) -> None:
+        """After a failed `commit`: the next forward does nothing. Needs no memory."""
+        self._buffers.plan.zero_()
+        self._end_there = len(self._token_rows)  # some may have been put there: the next commit overwrites all
+        self._rows = 0
+        if self._direct:
+            self._buffers.ring = self._empty
+
     def _upload(self, buffer: torch.Tensor, values: np.ndarray) -> None:
         # The caching allocator keeps pinned memory until the copy that was queued from it is over.
-        staged = torch.from_numpy(values).pin_memory()
+        staged = locked_copy(torch.from_numpy(values))
         buffer.copy_(staged, non_blocking=True)
 
 
@@ -122,38 +143,24 @@ class _Areas:
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._current = 0
 
-    def next(self) -> int:
-        """Turn to the other half; the forward that fills it waits on the device until its rows have left. Its first row."""
+    def next(self) -> tuple[int, Landing]:
+        """Turn to the other half; the forward that fills it waits on the device until its rows have left.
+
+        Its first row, and the landing of what `take` copies from it.
+        """
         self._current = 1 - self._current
         copied = self._copied[self._current]
         if copied is not None:
             torch.cuda.current_stream(self._ring.device).wait_event(copied)
-        return self._current * self.rows
-
-    def landing(self) -> Landing:
-        event = torch.cuda.Event()
-        self._copied[self._current] = event
-        return _Event(event)
+        event = self._copied[self._current] = torch.cuda.Event()
+        return self._current * self.rows, OnStream(event)
 
     def take(self, slab: torch.Tensor, rows: int) -> None:
         """On the copy stream: wait for the forward, copy, record the event."""
         event = self._copied[self._current]
-        assert event is not None, "landing() comes before take()"
+        assert event is not None, "next() comes before take()"
         first = self._current * self.rows
         self._stream.wait_stream(torch.cuda.current_stream(self._ring.device))
         with torch.cuda.stream(self._stream):
             slab.copy_(self._ring[first : first + rows], non_blocking=True)
             event.record(self._stream)
-
-
-class _Event:
-    """Rows on the copy stream. `take` records the event before anybody can ask for it."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-    def done(self) -> bool:
-        return bool(self._event.query())

@@ -7,11 +7,10 @@ values the later tokens saw.
 """
 
 import itertools
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +18,8 @@ import torch
 from ...schemas.specs import RankSpec, StoredCapture
 from .finished import FinishedCapture
 from .finite_check import all_finite
+from .landing import LANDED, Landing
+from .mover import Mover
 from .sites import Site
 
 
@@ -40,34 +41,21 @@ class Ports:
         }
 
 
-class Landing(Protocol):
-    """Rows on their way to a slab."""
-
-    def wait(self) -> None: ...
-
-    def done(self) -> bool: ...
-
-
-class Landed:
-    """They are there."""
-
-    def wait(self) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StepRows:
     """What one forward pass captured. Rows of `port` begin at `base[port]`; ports of one pattern hold the same tokens."""
 
     slab: torch.Tensor  # [rows, hidden_size], CPU
     base: np.ndarray  # int64 [ports]
     pattern: np.ndarray  # int64 [ports]
-    landing: "Landing"  # of the rows in the slab: they may come from an accelerator, in their own time
+    landing: Landing  # of the rows in the slab: they may come from an accelerator, in their own time
     #: dtype → which rows of the slab are not finite in it, bool `[rows]`; None: all are. Filled when a writer first asks.
-    checked: dict[torch.dtype, np.ndarray | None] = field(default_factory=dict, compare=False)
+    checked: dict[torch.dtype, np.ndarray | None] = field(default_factory=dict)
+
+    def move(self, file: torch.Tensor) -> None:
+        """To `file`, a slab of the same shape, once they have landed. In any thread: who reads meanwhile holds the slab."""
+        self.landing.wait()
+        self.slab = file.copy_(self.slab)
 
     def unsound(self, dtype: torch.dtype) -> np.ndarray | None:
         """Which rows of the slab are not finite once they are stored as `dtype`; None: all are. Of landed rows."""
@@ -107,6 +95,8 @@ class Recording:
     recorded: int = 0  # positions in `runs`
     reused: list[Extent] = field(default_factory=list)  # rows that an earlier request recorded, see `row_store`
     dropped: set[int] = field(default_factory=set)  # positions not recorded, under overload
+    _moving: tuple[int, "Future[list[Extent]]"] | None = None  # runs up to this one are being copied
+    _compacted: int = 0  # so many of `runs` are copies already
 
     @classmethod
     def of(cls, capture: StoredCapture, ports: Ports) -> "Recording | None":
@@ -136,8 +126,7 @@ class Recording:
         self.recorded += run.count
 
     def forget(self) -> None:
-        self.runs.clear()
-        self.recorded = 0
+        self.runs, self.recorded, self._moving, self._compacted = [], 0, None, 0
         self.reused.clear()
 
     def owners(self, start: int, stop: int) -> dict[int, Extent]:
@@ -148,34 +137,39 @@ class Recording:
             owners.update(dict.fromkeys(mine, run))
         return owners
 
-    def gather(self, start: int, stop: int, new_slab: Callable[[int], torch.Tensor] | None = None) -> list[Extent]:
-        """The recorded rows of positions in `[start, stop)`, each once, copied to a slab of their own.
+    def selection(self, start: int, stop: int) -> "Selection | None":
+        """The recorded rows of positions in `[start, stop)`, each once; None when there are none."""
+        return self._selected(self.owners(start, stop))
 
-        `new_slab(rows)` makes it; without it, it is plain memory.
-        """
-        owners = self.owners(start, stop)
+    def _selected(self, owners: dict[int, Extent]) -> "Selection | None":
         if not owners:
-            return []
+            return None
         positions = sorted(owners)
         ports = np.fromiter(self.ports.values(), dtype=np.int64, count=len(self.ports))
-        hidden_size, dtype = next(iter(owners.values())).step.slab.shape[1], next(iter(owners.values())).step.slab.dtype
-        rows = len(ports) * len(positions)
-        slab = torch.empty(rows, hidden_size, dtype=dtype) if new_slab is None else new_slab(rows)
-        of_port = slab.view(len(ports), len(positions), hidden_size)
-        at = 0
-        for stretch in stretches(owners, positions):
-            stretch.run.step.landing.wait()
-            wanted = stretch.run.first_rows(ports)[:, None] + stretch.offset + np.arange(stretch.count)
-            of_port[:, at : at + stretch.count] = stretch.run.step.slab[torch.from_numpy(wanted)]
-            at += stretch.count
-        base = np.zeros(len(self.mask), dtype=np.int64)
-        base[ports] = np.arange(len(ports)) * len(positions)
-        step = StepRows(slab, base, np.zeros(len(self.mask), dtype=np.int64), Landed())
-        return [Extent(step, np.array([first]), positions[first], count) for first, count in contiguous(np.array(positions))]
+        return Selection(ports, len(self.mask), positions, stretches(owners, positions))
 
-    def compact(self, new_slab: Callable[[int], torch.Tensor]) -> None:
-        """Copy the rows: until now each run keeps the whole slab of its step alive, with the rows of all requests."""
-        self.runs = self.gather(0, sys.maxsize, new_slab)
+    def compact(self, mover: Mover) -> None:
+        """Have the rows copied: until then each run keeps the whole slab of its step alive, with the rows of all requests.
+
+        What was copied takes the runs' place in a later `settle`.
+        """
+        if self._moving is None and len(self.runs) > self._compacted:
+            taken = len(self.runs)
+            owners: dict[int, Extent] = {}
+            for run in self.runs[self._compacted : taken]:
+                owners.update(dict.fromkeys(run.positions, run))
+            selection = self._selected(owners)
+            assert selection is not None, "a run has positions"
+            self._moving = taken, mover.submit(selection.copy)
+
+    def settle(self) -> None:
+        """Replace runs by their copies, if those are made. Raises what the copying raised."""
+        if self._moving is None or not self._moving[1].done():
+            return
+        taken, copies = self._moving
+        self._moving = None
+        self.runs[self._compacted : taken] = copies.result()
+        self._compacted += len(copies.result())
         self.recorded = sum(run.count for run in self.runs)
 
     def finish(
@@ -230,6 +224,32 @@ class Recording:
 
     def _expected(self, prompt_tokens: int, num_tokens: int) -> set[int]:
         return set(self.capture.select(0, num_tokens - 1, prompt_tokens)) if num_tokens > prompt_tokens else set()
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Rows of some positions at some ports, wherever they are. What a recording does later does not change it."""
+
+    ports: np.ndarray  # int64, those of the recording
+    num_ports: int  # of the rank
+    positions: list[int]  # ascending
+    stretches: "list[Stretch]"
+
+    def copy(self) -> list[Extent]:
+        """The same rows in memory of their own, once they have landed. May be called from any thread."""
+        slab = self.stretches[0].run.step.slab
+        copied = torch.empty(len(self.ports), len(self.positions), slab.shape[1], dtype=slab.dtype)
+        at = 0
+        for stretch in self.stretches:
+            stretch.run.step.landing.wait()
+            wanted = stretch.run.first_rows(self.ports)[:, None] + stretch.offset + np.arange(stretch.count)
+            copied[:, at : at + stretch.count] = stretch.run.step.slab[torch.from_numpy(wanted)]
+            at += stretch.count
+        base = np.zeros(self.num_ports, dtype=np.int64)
+        base[self.ports] = np.arange(len(self.ports)) * len(self.positions)
+        step = StepRows(copied.view(-1, slab.shape[1]), base, np.zeros(self.num_ports, dtype=np.int64), LANDED)
+        runs = contiguous(np.array(self.positions))
+        return [Extent(step, np.array([first]), self.positions[first], count) for first, count in runs]
 
 
 @dataclass(frozen=True, slots=True)

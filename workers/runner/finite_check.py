@@ -19,6 +19,7 @@ from ...schemas.interventions import FAMILY
 from ...schemas.selectors import Hook, select
 from ...schemas.specs import RankSpec, StoredSteering
 from .executed import Due, Miscount
+from .host_memory import locked_like
 from .sites import Buffers, Site
 from .step import StepView
 
@@ -103,6 +104,14 @@ class FiniteCheck:
         self.last = None
         if view is None or (due is None and hidden is None):
             return
+        try:
+            self._observe(step, view, due, edits, hidden)
+        except Exception:
+            self._broken.zero_()  # or the next step would be blamed
+            self._counts.zero_()
+            raise
+
+    def _observe(self, step: int, view: StepView, due: Due | None, edits: bool, hidden: torch.Tensor | None) -> None:
         rows = view.num_rows
         broken, counts = self._broken[:rows] if edits else None, self._counts if due is not None else None
         if self._on_cpu:
@@ -149,7 +158,7 @@ def all_finite(rows: torch.Tensor) -> bool:
 
 
 def _on_its_way(values: torch.Tensor) -> torch.Tensor:
-    there = torch.empty_like(values, device="cpu", pin_memory=True)
+    there = locked_like(values)
     there.copy_(values, non_blocking=True)
     return there
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...schemas.specs import Grade
+from .host_memory import locked_copy, locked_like
 from .planner import Tracked
 from .step import RequestRows, StepView
 
@@ -131,7 +132,7 @@ def _divergence(kept: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
 def _there(numbers: Any, device: torch.device) -> torch.Tensor:
     """Integers on the device, without waiting for it."""
     here = torch.tensor(numbers, dtype=torch.int64)
-    return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)
+    return here if device.type == "cpu" else locked_copy(here).to(device, non_blocking=True)
 
 
 class _Values:
@@ -140,7 +141,7 @@ class _Values:
     def __init__(self, values: torch.Tensor) -> None:
         self._values, self._event = values, None
         if values.device.type != "cpu":
-            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._values = locked_like(values)
             self._values.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()

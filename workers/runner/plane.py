@@ -7,8 +7,9 @@ An error in here must not take the engine down: it fails the requests concerned,
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +31,9 @@ from .executed import Miscount
 from .faults import Faults
 from .finite_check import FiniteCheck, NonFinite, precedes_edits, reason
 from .grading import Grading
+from .host_memory import HostMemoryError
 from .model_state import RankState
+from .mover import Mover, use_device
 from .overload import Overload
 from .planner import Planner, Tracked
 from .reentry import Reentry, ReentryGate
@@ -88,13 +91,14 @@ class DataPlane:
         self._slabs_floor = queue_bytes
         curve = client_keys(config.curve_secret_file, config.curve_server_key)
         self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up, curve=curve)
-        self._writer = make_writer(config, place.rank, self._outbox, fail_writes=self.faults.of_write)
+        self._writer = make_writer(config, place.rank, self._outbox, self.faults.of_write, partial(use_device, buffers.ring.device))
         self._reports = Reports(
             config, place, self._writer, self.actions, hidden_size=self._hidden_size, dtype=self._dtype, num_layers=num_layers
         )
         self._overload = Overload(config.capture_overload, queue_bytes, lambda: self._writer.backlog)
-        self._planner = Planner(sites, buffers, self._table, self._slabs, self._overload, traced=traced)
-        self._row_store, self._keeping = RowStore(), cast("Keeping | None", None)
+        self._mover = Mover(buffers.ring.device)
+        self._planner = Planner(sites, buffers, self._table, self._slabs, self._overload, self._mover, traced=traced)
+        self._row_store, self._keeping = RowStore(self._mover), cast("Keeping | None", None)
         self._grading = Grading()
         self._finite = FiniteCheck(sites, buffers)
         self._view: StepView | None = None  # of the step that was planned and has not run
@@ -194,6 +198,7 @@ class DataPlane:
             "spilled_bytes": self._slabs.spilled,
             "outbox": self._outbox.depth(),
             "backlog": self._writer.backlog,
+            "behind": self._overload.behind,
             **self._writer.totals,
             "running": self.load.running,
             "queued": self.load.queued,
@@ -203,6 +208,7 @@ class DataPlane:
     def close(self) -> None:
         """Write and send what is pending, then stop."""
         self._writer.close()
+        self._mover.close()
         self._outbox.flush(FLUSH_S)
         self._outbox.close()
 
@@ -226,7 +232,8 @@ class DataPlane:
         self._step += 1
         self._preemptions += preempted
         needed = {request_id: len(finish.token_ids) for request_id, finish in finished.items() if request_id in self._tracked}
-        self._judge(self._finite.settle(needed))
+        with self._guard(self._tracked.values(), ""):
+            self._judge(self._finite.settle(needed))
         for request_id in sorted(finished):
             tracked = self._tracked.pop(request_id, None)
             if tracked is not None:
@@ -246,23 +253,24 @@ class DataPlane:
                 self._check_cached(self._tracked[request_id], cached_tokens)
         for block in keeping.serve if keeping else ():
             self._with_recording(block, self._row_store.serve)
-        self._row_store.settle()
-        if self._tracked:
-            self._overload.wait()
-            self._compact()
+        if recording := [tracked for tracked in self._tracked.values() if tracked.recordings and not tracked.reported]:
+            with self._guard(recording, "capture_failed"):
+                self._overload.wait()
+                self._relieve(recording)
 
-    def _compact(self) -> None:
-        """A row of a request in its slab holds the rows of all others of that step. When that adds up, copy what is still needed."""
+    def _relieve(self, tracked: Sequence[Tracked]) -> None:
+        """A row of a request in its slab holds the rows of all others of that step. When that adds up, have what is needed copied."""
+        recordings = [(each, recording) for each in tracked for recording in each.recordings.values()]
+        for each, recording in recordings:
+            with self._guard([each], "capture_failed"):
+                recording.settle()
+        self._slabs.collect()
         if self._slabs.alive <= self._slabs_floor:
             return
-        recordings = [recording for tracked in self._tracked.values() for recording in tracked.recordings.values()]
-        needed = sum(recording.num_rows for recording in recordings) * self._hidden_size * self._dtype.itemsize + self._writer.backlog
-        if self._slabs.alive <= 2 * needed:
-            return
-        self._row_store.settle(wait=True)
-        for recording in recordings:
-            recording.compact(lambda rows: self._slabs.new_slab(rows, self._hidden_size, self._dtype))
-        self._slabs.collect()
+        needed = sum(recording.num_rows for _, recording in recordings) * self._hidden_size * self._dtype.itemsize + self._writer.backlog
+        if self._slabs.alive > 2 * needed:
+            for _, recording in recordings:
+                recording.compact(self._mover)
 
     def choose(self, windows: Iterable[tuple[str, int, int]]) -> bool:
         """Whether the forward of these (request, first position, how many) is of the idle family, in which no site does anything.
@@ -298,7 +306,10 @@ class DataPlane:
             if "plan" in self.faults:
                 raise RuntimeError("fault injected: plan")
             self._planner.plan_capture(mine)
-        self._planner.commit()
+        with self._guard([tracked for tracked, _ in mine if tracked.rows or tracked.recordings], ""):
+            if "commit" in self.faults:
+                raise HostMemoryError("fault injected: commit")
+            self._planner.commit()
         if self._planner.busy and self.faults.of_site():
             self._planner.lose_site()
         if self.entering is not None:
@@ -320,13 +331,17 @@ class DataPlane:
         `hidden`: `[tokens, hidden_size]`, what left the last layer; None on other stages.
         """
         view, self._view = self._view, None
-        self._finite.take(self._step, view, self._planner.due, self._planner.edits, hidden if self._place.grades else None)
+        with self._guard(self._tracked.values(), ""):
+            self._finite.take(self._step, view, self._planner.due, self._planner.edits, hidden if self._place.grades else None)
         if self.entering is not None:
             self.entering.done()
         if self._planner.busy:
             with self._guard([tracked for tracked in self._tracked.values() if tracked.recordings], "capture_failed"):
                 self._planner.drain()
-        self._judge(self._finite.settle())
+        with self._guard(self._tracked.values(), ""):
+            if "settle" in self.faults:
+                raise RuntimeError("fault injected: settle")
+            self._judge(self._finite.settle())
         if self._keeping is not None:
             for block in self._keeping.keep:
                 if block.request_id in self._tracked and self._tracked[block.request_id].reported:
@@ -377,13 +392,13 @@ class DataPlane:
                 action(block.number, recording, block.first, block.stop)
 
     @contextmanager
-    def _guard(self, tracked: Sequence[Tracked], kind: str) -> Iterator[None]:
+    def _guard(self, tracked: Collection[Tracked], kind: str) -> Iterator[None]:
         """An error in here fails these requests and nothing else."""
         try:
             yield
         except Exception as error:
             logger.exception("the data plane failed in step %d", self._step)
-            for request in tracked:
+            for request in list(tracked):
                 self._fail(request, f"internal error on rank {self._place.rank}: {type(error).__name__}: {error}", kind)
 
     # -- requests -----------------------------------------------------------------------------------------------------------

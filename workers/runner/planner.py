@@ -8,8 +8,10 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
+import torch
 
 from ...kernels import plan as columns
 from ...schemas.selectors import PositionSelector, select
@@ -17,6 +19,7 @@ from ...schemas.specs import RankSpec, SteeringRow, columns_of
 from .buffers import Staging
 from .capture import Extent, Recording, StepRows, contiguous
 from .executed import Due
+from .mover import Mover
 from .overload import Overload
 from .sites import Buffers, Site
 from .slabs import SlabPool
@@ -50,6 +53,7 @@ class Tracked:
 
 
 _NONE = np.zeros(0, dtype=np.int64)
+_PORT_COLUMNS = [*columns.BEFORE, *columns.AFTER]
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,18 @@ class Planner:
     """One per rank. `plan_steering` and `plan_capture`, then `commit`, before the forward; `drain` after it."""
 
     def __init__(
-        self, sites: Sequence[Site], buffers: Buffers, table: RowTable, slabs: SlabPool, overload: Overload, *, traced: bool
+        self,
+        sites: Sequence[Site],
+        buffers: Buffers,
+        table: RowTable,
+        slabs: SlabPool,
+        overload: Overload,
+        mover: Mover,
+        *,
+        traced: bool,
     ) -> None:
         """`traced`: the forward is compiled or graph-captured, so the ring may not be replaced."""
-        self._overload = overload
+        self._overload, self._mover = overload, mover
         self._sites, self._buffers, self._table, self._slabs = list(sites), buffers, table, slabs
         self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
         self._staging = Staging(buffers, traced=traced)
@@ -83,6 +95,7 @@ class Planner:
         self._lists_end = 0
         self._runs: list[tuple[Recording, Extent]] = []  # recorded by this step's forward
         self._step: StepRows | None = None
+        self._file: torch.Tensor | None = None  # that its rows are moved to
         self._busy = False
 
     @property
@@ -142,7 +155,15 @@ class Planner:
 
     def plan_capture(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Plan what is recorded of these requests' rows; on an error nothing is."""
-        self._runs, self._step, self._captured = [], None, []
+        self._forget_rows()
+        try:
+            self._plan_capture(mine)
+        except Exception:
+            self._forget_rows()
+            self._plan[:, _PORT_COLUMNS] = 0
+            raise
+
+    def _plan_capture(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
         wanted = self._window(mine)
         if not wanted:
             return
@@ -164,17 +185,21 @@ class Planner:
         ]
         per_port = np.array([len(each) for each in tokens])[pattern]
         base = np.cumsum(per_port) - per_port
-        slab, first_row = self._staging.new_rows(self._slabs, int(per_port.sum()), spill=self._overload.spills())
-        self._plan_ports(pattern, tokens, base + first_row)
+        new = self._staging.new_rows(self._slabs, int(per_port.sum()), spill=self._overload.spills())
+        self._plan_ports(pattern, tokens, base + new.first)
         runs = [(item, first, count) for item in wanted for first, count in contiguous(item.positions)]
         first_tokens = np.array([item.tokens[first] for item, first, _ in runs])
         slots = np.stack([np.searchsorted(each, first_tokens) for each in tokens], axis=1)  # [runs, patterns]
         self._captured = [(item.request, item.recording.mask) for item in wanted]
-        self._step = StepRows(slab, base, pattern, self._staging.landing())
+        self._step = StepRows(new.slab, base, pattern, new.landing)
+        self._file = new.file
         self._runs = [
             (item.recording, Extent(self._step, slot, int(item.positions[first]), count))
             for (item, first, count), slot in zip(runs, slots, strict=True)
         ]
+
+    def _forget_rows(self) -> None:
+        self._runs, self._step, self._file, self._captured = [], None, None, []
 
     def _window(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> list[_Wanted]:
         wanted = []
@@ -213,7 +238,7 @@ class Planner:
         return self._lists_end - at, at
 
     def commit(self) -> None:
-        """The next forward does what was planned."""
+        """The next forward does what was planned; or nothing, if this raises."""
         active = np.asarray(self._plan[:, (columns.EDITS, columns.BEFORE.COUNT, columns.AFTER.COUNT)].any(axis=1))
         busy = bool(active.any())
         self.due = None
@@ -222,7 +247,11 @@ class Planner:
             captures = (self._plan[:, port.COUNT] for port in (columns.BEFORE, columns.AFTER))
             self.due = Due(np.stack([self._edit_counts, *captures], axis=1), self._edited, self._captured)
         if busy or self._busy:
-            self._staging.commit(self._plan, self._lists)
+            try:
+                self._staging.commit(self._plan, self._lists)
+            except Exception:
+                self._abandon()
+                raise
             for site, is_active in zip(self._sites, active.tolist(), strict=True):
                 site.busy = is_active
         self._busy = busy
@@ -234,11 +263,22 @@ class Planner:
             self._sites[busy[-1]].busy = False
             self._buffers.plan[busy[-1]] = 0
 
+    def _abandon(self) -> None:
+        self._plan[:] = 0
+        self._edits, self.due = False, None
+        self._forget_rows()
+        self._staging.abandon()
+        for site in self._sites:
+            site.busy = False
+        self._busy = False
+
     def drain(self) -> None:
         """Hand the captured rows of the forward that ran to their recordings; the next one does nothing until planned."""
         try:
             if self._step is not None:
                 self._staging.take(self._step.slab)
+                if self._file is not None:
+                    self._mover.submit(partial(self._step.move, self._file))
                 for recording, run in self._runs:
                     recording.add(run)
         finally:  # the plan must not reach a forward that was not planned

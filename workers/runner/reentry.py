@@ -12,6 +12,7 @@ from torch import nn
 from ...schemas.specs import RankSpec
 from .architectures import Adapter
 from .finite_check import all_finite
+from .host_memory import locked_copy
 from .planner import Tracked
 from .sites import held_layers, places
 from .source_runs import RunStore
@@ -151,7 +152,7 @@ class Reentry:
         for tracked, rows in mine:
             assert tracked.spec.entry is not None
             by_run.setdefault(tracked.spec.entry.run, []).append((tracked, rows))
-        stream = torch.zeros(num_rows, self._hidden_size, dtype=self._dtype, pin_memory=self._device.type != "cpu")
+        stream = torch.zeros(num_rows, self._hidden_size, dtype=self._dtype)
         for key, members in by_run.items():
             try:
                 self._fill(stream, key, layer, members)
@@ -164,7 +165,7 @@ class Reentry:
                         self._fill(stream, key, layer, [member])
                     except LookupError as of_one:
                         fail(member[0], str(of_one))
-        return stream.to(self._device, non_blocking=True)
+        return (stream if self._device.type == "cpu" else locked_copy(stream)).to(self._device, non_blocking=True)
 
     def _fill(self, stream: torch.Tensor, key: str, layer: int, members: Sequence[_Member]) -> None:
         """Raises LookupError when one of these requests' rows is not in the run, or the run not here."""

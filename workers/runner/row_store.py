@@ -1,55 +1,61 @@
 """Store of captured rows of cached prompts on a rank, under the scheduler's numbers; see `row_index`."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
 
 from .capture import Extent, Recording
+from .mover import Mover
+
+#: How long a step waits for the copy of rows that were recorded shortly before: the mover is never that far behind.
+PATIENCE_S = 30.0
 
 
 class RowStore:
     """Copies of captured rows, on the CPU. What is kept and dropped is the scheduler's decision.
 
-    Rows that are still on their way from an accelerator are copied when they have landed; no step waits for them.
+    The mover makes them; a step waits only for rows that it is to serve.
     """
 
-    def __init__(self) -> None:
-        self._kept: dict[int, list[Extent]] = {}
-        self._coming: dict[int, tuple[Recording, int, int]] = {}
-        self.held = 0  # bytes
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._kept: dict[int, Future[list[Extent]]] = {}
+
+    @property
+    def held(self) -> int:
+        """Bytes of the copies that are made."""
+        return sum(_size(copies) for copies in self._kept.values())
 
     def keep(self, number: int, recording: Recording, first: int, stop: int) -> None:
         """Keep the recorded rows of positions `first … stop`; those that were not recorded are not there."""
-        self._coming[number] = recording, first, stop
-
-    def settle(self, *, wait: bool = False) -> None:
-        """Copy what has landed, or all."""
-        for number, (recording, first, stop) in list(self._coming.items()):
-            if wait or all(run.step.landing.done() for run in recording.owners(first, stop).values()):
-                self._copy(number)
+        selection = recording.selection(first, stop)
+        if selection is not None:
+            self._kept[number] = self._mover.submit(selection.copy)
 
     def serve(self, number: int, recording: Recording, first: int, stop: int) -> None:
         """Give a recording the kept rows. Raises LookupError when they are not there."""
-        if number in self._coming:
-            self._copy(number)
+        lost = f"the rows of positions {first} to {stop - 1}, served by the prefix cache, are no longer stored"
         if number not in self._kept:
-            raise LookupError(f"the rows of positions {first} to {stop - 1}, served by the prefix cache, are no longer stored")
-        recording.reused += self._kept[number]
+            raise LookupError(lost)
+        try:
+            recording.reused += self._kept[number].result(PATIENCE_S)
+        except LateError as error:
+            raise LookupError(f"{lost}: they are still being copied") from error
+        except Exception as error:
+            raise LookupError(f"{lost}: {error}") from error
 
     def drop(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._coming.pop(number, None)
-            runs = self._kept.pop(number, None)
-            if runs:
-                self.held -= runs[0].step.slab.nbytes
+            copies = self._kept.pop(number, None)
+            if copies is not None:
+                copies.cancel()
 
     def clear(self) -> None:
         """Keep nothing: a step did not capture what it should have, and these rows may be among them."""
-        self._kept.clear()
-        self._coming.clear()
-        self.held = 0
+        self.drop(list(self._kept))
 
-    def _copy(self, number: int) -> None:
-        recording, first, stop = self._coming.pop(number)
-        runs = recording.gather(first, stop)
-        if runs:
-            self._kept[number] = runs
-            self.held += runs[0].step.slab.nbytes
+
+def _size(copies: "Future[list[Extent]]") -> int:
+    if not copies.done() or copies.cancelled() or copies.exception() is not None:
+        return 0
+    return sum({id(run.step): run.step.slab.nbytes for run in copies.result()}.values())

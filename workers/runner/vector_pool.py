@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from .host_memory import locked_copy
 from .sites import Buffers
 
 #: Vectors `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
@@ -135,7 +136,7 @@ class EntryPool:
         """On the device, without waiting for the forward that runs there."""
         if values.device.type == self._device.type:
             return values
-        return values.pin_memory().to(self._device, non_blocking=True)
+        return locked_copy(values).to(self._device, non_blocking=True)
 
 
 def crc32_of(*tensors: torch.Tensor, crc: int = 0) -> int:

@@ -74,9 +74,19 @@ class Writer:
     """Threads that hand captures to their consumers in groups, and then the receipts to the outbox."""
 
     def __init__(
-        self, store: StoreConfig, outbox: Outbox, threads: int, memory_limit: int, fail_writes: Callable[[], bool] = lambda: False
+        self,
+        store: StoreConfig,
+        outbox: Outbox,
+        threads: int,
+        memory_limit: int,
+        fail_writes: Callable[[], bool] = lambda: False,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
-        """`memory_limit`: bytes that the consumer `memory` puts into a receipt. `fail_writes`: tests only, writing fails while true."""
+        """`memory_limit`: bytes that the consumer `memory` puts into a receipt. `fail_writes`: tests only, writing fails while true.
+
+        `begin`: called first in each thread.
+        """
+        self._begin = begin
         self._outbox = outbox
         self._fail_writes = fail_writes
         self._queue: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
@@ -115,6 +125,7 @@ class Writer:
             thread.join()
 
     def _run(self, filesystem: Filesystem) -> None:
+        self._begin()
         consumers: dict[str, Consumer] = {"filesystem": filesystem, **self._shared}
         while (first := self._queue.get()) is not None:
             group, last = self._gather(first)
@@ -214,7 +225,9 @@ def _cut(message: str) -> str:
     return message if len(message) <= _MESSAGE else message[: _MESSAGE - 1] + "…"
 
 
-def make_writer(config: "PlaneConfig", rank: int, outbox: Outbox, fail_writes: Callable[[], bool]) -> Writer:
+def make_writer(
+    config: "PlaneConfig", rank: int, outbox: Outbox, fail_writes: Callable[[], bool], begin: Callable[[], None] = lambda: None
+) -> Writer:
     """The writer of a rank, from its config."""
     store = StoreConfig(
         store=open_store(config.capture_root),
@@ -223,4 +236,4 @@ def make_writer(config: "PlaneConfig", rank: int, outbox: Outbox, fail_writes: C
         segment_bytes=config.segment_mib << 20,
         quota=config.capture_quota_mib << 20,
     )
-    return Writer(store, outbox, config.writer_threads, config.memory_limit_kib << 10, fail_writes)
+    return Writer(store, outbox, config.writer_threads, config.memory_limit_kib << 10, fail_writes, begin)

@@ -1,0 +1,126 @@
+"""Failures inside a rank's data plane fail the requests concerned, with the reason, and leave the engine up."""
+
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from plane_kit import Rig, capturing, run, steered
+from rank_kit import Request, stream_of
+
+from midstream.schemas.specs import StoredCapture
+from midstream.workers.runner.capture import Extent, Selection
+from midstream.workers.runner.host_memory import HostMemoryError
+from midstream.workers.runner.row_index import Keeping, KeptBlock
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+def _raise(error: Exception) -> Callable[..., Any]:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return failing
+
+
+#: What of the data plane fails, in which object, and the kind that the request's receipt then has.
+FAILURES = [
+    ("_finite", "settle", ""),
+    ("_finite", "_observe", ""),
+    ("_overload", "wait", "capture_failed"),
+    ("_slabs", "collect", "capture_failed"),
+    ("_slabs", "new_slab", "capture_failed"),
+    ("_planner._staging", "commit", ""),
+    ("_planner._staging", "take", "capture_failed"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "kind"), FAILURES, ids=lambda each: str(each))
+def test_a_failure_of_the_data_plane_fails_its_requests_only(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, kind: str
+) -> None:
+    """The engine calls `begin`, `plan` and `drain` outside any guard of its own: what they raise would end it."""
+    first = steered(1, captures=capturing(1).captures)
+    rig.step((first, 0, 4), new=[first])
+    with monkeypatch.context() as broken:
+        broken.setattr(operator.attrgetter(owner)(rig.plane), name, _raise(HostMemoryError("no 16384 bytes of page-locked memory")))
+        rig.step((first, 4, 2))
+    rig.step(finished=[first])
+    later = capturing(2)
+    run(rig, later)
+    failed, fine = rig.receipts()
+    assert (failed.job, failed.status, failed.kind) == ("j1", "error", kind)
+    assert "no 16384 bytes of page-locked memory" in failed.message
+    assert (fine.job, fine.status) == ("j2", "ok")
+    assert (rig.reader(later).array(1) == stream_of(2, "post_block", 1, 0, 7)).all()
+
+
+def test_a_plan_that_cannot_be_committed_does_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of it may be on the device: the forward that follows edits and records nothing."""
+    request = steered(1, captures=capturing(1).captures)
+    staging = rig.plane._planner._staging
+    commit = staging.commit
+
+    def half(plan: np.ndarray, lists: Sequence[np.ndarray]) -> None:
+        commit(plan, lists)
+        raise HostMemoryError("no 64 bytes of page-locked memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(staging, "commit", half)
+        rig.step((request, 0, 6), new=[request])
+    assert (rig.left("pre_attn", 0) == stream_of(1, "pre_attn", 0, 0, 6)).all()
+    assert not rig.plane._planner.busy
+    assert not bool(rig._rank.buffers.plan.any())
+    rig.step(finished=[request])
+    (receipt,) = rig.receipts()
+    assert (receipt.status, receipt.files) == ("error", [])
+
+
+def test_a_capture_that_cannot_be_moved_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(tmp_path)
+    long = Request(0, 2, 60, [StoredCapture(sites={"post_block": [1]}, positions="all", tag="t")])
+    rig.step((long, 0, 2), new=[long])
+    monkeypatch.setattr(Selection, "copy", _raise(HostMemoryError("no memory")))
+    monkeypatch.setattr(rig.plane, "_slabs_floor", 0)
+    for at in range(2, 59):
+        rig.step((long, at, 1))
+        rig.plane._mover.submit(lambda: None).result()
+    rig.step(finished=[long])
+    later = capturing(1)
+    run(rig, later)
+    failed, fine = rig.receipts()
+    assert (failed.status, failed.kind) == ("error", "capture_failed")
+    assert "no memory" in failed.message
+    assert fine.status == "ok"
+
+
+def test_copies_are_not_made_on_the_thread_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[str] = []
+    copy = Selection.copy
+
+    def copying(selection: Selection) -> list[Extent]:
+        copied.append(threading.current_thread().name)
+        return copy(selection)
+
+    monkeypatch.setattr(Selection, "copy", copying)
+    rig = Rig(tmp_path)
+    monkeypatch.setattr(rig.plane, "_slabs_floor", 0)
+    first, second = capturing(1), capturing(2)
+    block = KeptBlock("1", 0, 0, 4, 7)
+    rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[block]))
+    for at in range(6, 10):
+        rig.step((first, at, 1))
+    rig.step((second, 4, 2), new=[second], keeping=Keeping(serve=[block._replace(request_id="2")]), cached=4)
+    rig.step((second, 6, 1))
+    first.total = 11
+    rig.step(finished=[first, second])
+    assert [receipt.status for receipt in rig.receipts()] == ["ok", "ok"]
+    assert set(copied) == {"midstream-mover"}
+    assert len(copied) > 1, "a block, and what shared its slabs with others"
+    assert (rig.reader(second).array(1)[:4] == stream_of(1, "post_block", 1, 0, 4)).all()

@@ -1,0 +1,56 @@
+"""Mover: the background thread of a rank that copies rows from slabs to memory or files of their own, so that no step waits for it."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def use_device(device: torch.device) -> None:
+    """Have the calling thread talk to the rank's device: a new one would open a context on the first."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+class Mover:
+    """Runs what it is given, in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device`: the rank's."""
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(device,), name="midstream-mover", daemon=True)
+        self._thread.start()
+
+    def submit(self, action: Callable[[], T]) -> "Future[T]":
+        """Its result, or what it raised. One that is cancelled before its turn is not run."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(action())
+                except Exception as error:
+                    logger.exception("captured rows could not be moved")
+                    future.set_exception(error.with_traceback(None))  # the frames would keep the rows' memory
+
+        self._queue.put(run)
+        return future
+
+    def close(self) -> None:
+        """Run what is queued and stop."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self, device: torch.device) -> None:
+        use_device(device)
+        while (run := self._queue.get()) is not None:
+            run()
+            del run  # what it refers to is not kept until the next
