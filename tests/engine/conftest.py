@@ -16,7 +16,7 @@ from xdist.scheduler import LoadFileScheduling
 
 #: Engines of several ranks wait for one another in loops; beside another engine each waits for the other's time slice. Whatever asks
 #: for one of these is marked `ranks`, and runs alone.
-RANKS = {"tp2", "pp2", "two_ranks"}
+RANKS = {"tp2", "pp2", "overlapped", "two_ranks"}
 #: Engines of one rank that several files use.
 ENGINES = {"v1", "cached", "v2", "compiled"}
 #: The files that use them run in one process, one after the other, so that each of those engines starts once.
@@ -103,12 +103,37 @@ def cached(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ho
     host.close()
 
 
+def interpreted() -> dict[str, str]:
+    """Environment of an engine with the v2 runner, through Triton's interpreter: right, and slow."""
+    backend = Path(__file__).with_name("triton_cpu")
+    return {"PYTHONPATH": os.pathsep.join([str(backend), *filter(None, [os.environ.get("PYTHONPATH")])]), "TRITON_INTERPRET": "1"}
+
+
 @pytest.fixture(scope="session")
 def v2(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """The v2 runner, through Triton's interpreter: right, and slow."""
-    backend = Path(__file__).with_name("triton_cpu")
-    env = {"PYTHONPATH": os.pathsep.join([str(backend), *filter(None, [os.environ.get("PYTHONPATH")])]), "TRITON_INTERPRET": "1"}
-    host = Host(tmp_path_factory.mktemp("v2"), llama, env, runner="v2", max_num_batched_tokens=64, max_model_len=256, max_num_seqs=8)
+    """The v2 runner."""
+    directory = tmp_path_factory.mktemp("v2")
+    host = Host(directory, llama, interpreted(), runner="v2", max_num_batched_tokens=64, max_model_len=256, max_num_seqs=8)
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def overlapped(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """The v2 runner on two pipeline stages, three steps under way, and so few KV blocks that requests preempt one another."""
+    env = interpreted() | {"OVERLAP_STEPS": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    host = Host(
+        tmp_path_factory.mktemp("overlapped"),
+        qwen3,
+        env,
+        runner="v2",
+        pipeline_parallel_size=2,
+        max_num_batched_tokens=64,
+        max_model_len=256,
+        max_num_seqs=8,
+        block_size=32,
+        num_gpu_blocks=10,
+    )
     yield host
     host.close()
 

@@ -5,7 +5,9 @@ Run as `python engine_process.py`; settings come from the environment. Used thro
 
 import asyncio
 import dataclasses
+import os
 import sys
+import unittest.mock
 from typing import Any
 
 import msgspec
@@ -49,9 +51,23 @@ class Answer(msgspec.Struct, omit_defaults=True):
     waiting: int = 0  # the most requests that waited for rows of the steering table at once
 
 
+def overlap_steps() -> None:
+    """Have the engine schedule steps ahead, as on an accelerator; vLLM's CPU platform turns that off, though its executor can."""
+    from midstream.workers.engine import vllm, vllm_options
+
+    def on_an_accelerator(config: Any) -> str:
+        config.scheduler_config.async_scheduling = True
+        with unittest.mock.patch.object(vllm_options.current_platform, "is_cpu", lambda: False):
+            return vllm_options.scheduler_class(config)
+
+    vllm.scheduler_class = on_an_accelerator
+
+
 async def serve(reply: Any) -> None:
     from midstream.workers.engine.vllm import VllmEngine
 
+    if os.environ.get("OVERLAP_STEPS"):
+        overlap_steps()
     engine = VllmEngine(load_settings())
     await engine.start()
     called = count_rank_calls(engine)

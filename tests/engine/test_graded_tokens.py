@@ -108,7 +108,7 @@ def test_preempted_requests_are_graded_once_and_right(cached: Host, reference: R
         np.testing.assert_allclose(values, truth(reference, prompt), atol=FP32_LOGPROBS, rtol=0)
 
 
-@pytest.mark.parametrize(("way", "grader"), [("tp2", 0), ("pp2", 1), ("v2", 0)])
+@pytest.mark.parametrize(("way", "grader"), [("tp2", 0), ("pp2", 1), ("v2", 0), ("overlapped", 1)])
 def test_one_rank_grades_and_all_ranks_confirm(request: pytest.FixtureRequest, way: str, grader: int) -> None:
     """Two tensor-parallel ranks, two pipeline stages, the v2 runner; a steered request among them."""
     host: Host = request.getfixturevalue(way)

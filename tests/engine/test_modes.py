@@ -147,3 +147,17 @@ def test_each_pipeline_stage_writes_its_own_layers_and_one_reader_sees_all(pp2: 
         for hook, layers in job.captures[0][0].sites.items():
             written = [file.sites[hook] for receipt in receipts for file in receipt.files if hook in file.sites]
             assert sorted(layer for part in written for layer in part) == layers
+
+
+def test_stages_with_three_steps_under_way_capture_and_steer_like_the_reference(overlapped: Host, qwen3) -> None:
+    """The scheduler hands out a request's next step before it knows the last one's token; requests are preempted meanwhile."""
+    reference = Reference(qwen3)
+    for job in mixed_batch(overlapped, reference, longest=80, max_tokens=5):
+        assert [(receipt.pp, receipt.status) for receipt in overlapped.receipts(job)] == [(0, "ok"), (1, "ok")]
+    assert "Batch queue is enabled with size 3" in overlapped.log()
+    assert overlapped.call("midstream_status")[0]["preemptions"] > 0
+    cancelled = [overlapped.job(prompt_of(12, seed=n), max_tokens=30, capture=capture_of(ALL, "all")) for n in (60, 61)]
+    overlapped.run(*cancelled, cancel_after={job.id: 2 for job in cancelled})
+    mixed_batch(overlapped, reference, longest=40, max_tokens=3)
+    status = overlapped.call("midstream_status")
+    assert [(rank["requests"], rank["rows_used"], rank["entries_used"]) for rank in status] == [(0, 0, 0)] * 2

@@ -51,7 +51,7 @@ def test_attacks_change_no_bit_of_their_neighbours(nursery: Nursery, llama: Path
     assert all(seen.by_attack.values()), seen
 
 
-@pytest.mark.parametrize("engine", ["v1", "cached", "compiled", "v2", "tp2", "pp2"])
+@pytest.mark.parametrize("engine", ["v1", "cached", "compiled", "v2", "tp2", "pp2", "overlapped"])
 def test_an_edit_that_overflows_fails_its_request_and_names_the_row(engine: str, request: pytest.FixtureRequest) -> None:
     host: Host = request.getfixturevalue(engine)
     prompt, other = prompt_of(12, seed=500), prompt_of(9, seed=501)

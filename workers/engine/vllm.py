@@ -35,7 +35,7 @@ from .protocol import EngineRequest, Progress
 from .rank_control import RankControl, rank_steering, row_wish
 from .rank_spec import rank_spec
 from .tokenizer import tokenizer_bundle
-from .vllm_options import check_architecture, engine_options, for_platform, overlaps, prepare_environment
+from .vllm_options import check_architecture, engine_options, for_platform, prepare_environment, scheduler_class
 from .vllm_output import Parts, sampling_params
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,7 @@ class VllmEngine(RankControl):
         try:
             await asyncio.to_thread(check_architecture, settings.model)
             asked = await asyncio.to_thread(_engine_args(settings, plane).create_engine_config, UsageContext.ENGINE_CONTEXT)
+            asked.scheduler_config.scheduler_cls = scheduler_class(asked)
             config = asked.model_config
             adapter = describe(
                 config.architectures[0], config.hf_config, config.max_model_len
@@ -267,10 +268,8 @@ def _row_store_mib(settings: Settings) -> int:
 
 
 def _engine_args(settings: Settings, plane: PlaneConfig) -> AsyncEngineArgs:
-    scheduler = "MidstreamAsyncScheduler" if overlaps(settings) else "MidstreamScheduler"
     return AsyncEngineArgs(
         **engine_options(settings),
         worker_cls="midstream.workers.runner.worker_class.MidstreamWorker",
-        scheduler_cls=f"midstream.workers.runner.scheduler.{scheduler}",
         additional_config=plane.layout(),
     )

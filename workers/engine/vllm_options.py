@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from transformers import PretrainedConfig
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from ...broker.ops.private_files import private_folder
@@ -35,7 +36,6 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "num_gpu_blocks_override": settings.num_gpu_blocks,
-        "async_scheduling": overlaps(settings),
         "disable_log_stats": True,
         "generation_config": "vllm",  # sampling comes from the job, never from a file next to the weights
     }
@@ -71,9 +71,15 @@ def check_architecture(model: str) -> None:
         check_name(architecture)
 
 
-def overlaps(settings: Settings) -> bool:
-    """Asynchronous scheduling; the v1 runner does not support it over pipeline stages, nor vLLM with drafts by n-gram."""
-    return settings.pipeline_parallel_size == 1 and not settings.speculative_tokens
+def scheduler_class(config: VllmConfig) -> str:
+    """Our scheduler for a config that vLLM has completed: asynchronous where vLLM says that executor, runner and drafts allow it.
+
+    vLLM's CPU platform never overlaps steps. One stage there still runs the asynchronous class, which accelerators run, step by step.
+    """
+    overlaps = config.scheduler_config.async_scheduling
+    if current_platform.is_cpu():
+        overlaps = config.parallel_config.pipeline_parallel_size == 1 and config.speculative_config is None
+    return f"midstream.workers.runner.scheduler.{'MidstreamAsyncScheduler' if overlaps else 'MidstreamScheduler'}"
 
 
 def prepare_environment(settings: Settings) -> None:

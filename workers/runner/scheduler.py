@@ -115,7 +115,8 @@ class _Midstream:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._midstream_blocks.make_room(stuck=False)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        if self.waiting and not output.total_num_scheduled_tokens:  # type: ignore[attr-defined]
+        # Requests that run may all be in a step under way: the next one is then empty, and those that wait will get their turn.
+        if self.waiting and not self.running and not output.total_num_scheduled_tokens:  # type: ignore[attr-defined]
             self._midstream_blocks.make_room(stuck=True)
         if self._midstream_finished:
             told = {
