@@ -57,7 +57,7 @@ def overlap_steps() -> None:
 
     def on_an_accelerator(config: Any) -> str:
         config.scheduler_config.async_scheduling = True
-        with unittest.mock.patch.object(vllm_options.current_platform, "is_cpu", lambda: False):
+        with unittest.mock.patch.object(vllm_options.current_platform, "is_cpu", return_value=False):
             return vllm_options.scheduler_class(config)
 
     vllm.scheduler_class = on_an_accelerator

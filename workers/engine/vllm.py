@@ -25,6 +25,7 @@ from ...schemas.selectors import HOOKS
 from ...schemas.settings import Settings, SettingsError
 from ...schemas.steering import GlobalSteering, RankSteering
 from ...schemas.version import __version__
+from ..runner.allowlist import check
 from ..runner.architectures import UnsupportedArchitectureError, describe
 from ..runner.config import PlaneConfig
 from ..runner.consumers import available
@@ -97,6 +98,7 @@ class VllmEngine(RankControl):
             await asyncio.to_thread(check_architecture, settings.model)
             asked = await asyncio.to_thread(_engine_args(settings, plane).create_engine_config, UsageContext.ENGINE_CONTEXT)
             asked.scheduler_config.scheduler_cls = scheduler_class(asked)
+            check(asked)
             config = asked.model_config
             adapter = describe(
                 config.architectures[0], config.hf_config, config.max_model_len

@@ -17,6 +17,7 @@ from ...schemas.source_runs import RunFiles
 from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor
 from .adapters import V1Adapter, V2Adapter
+from .allowlist import check
 from .architectures import describe
 from .config import Place, PlaneConfig, plane_config
 from .faults import answer
@@ -54,6 +55,7 @@ class MidstreamWorker(PlatformWorker):
         runner.two_families()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        check(self.vllm_config)
         config, model = plane_config(), self.model_config
         adapter = describe(model.architectures[0], model.hf_config, model.max_model_len)  # refuse before the weights are read
         super().load_model(*args, **kwargs)

@@ -1,0 +1,145 @@
+"""vLLM settings that Midstream's rows depend on, and the values that are known to be right; any other value is refused.
+
+A setting is here because another value splits, reorders, pads or skips rows of a batch, computes rows that the scheduler did
+not count, or replaces code that the adapters wrap. No setting of Midstream leads to a refused value; a plug-in of vLLM, an
+environment variable or a later version's default may.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import vllm
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+
+_SPLIT = "it divides a batch's rows between passes or ranks"
+_STATE = "it changes what a block of the KV cache holds, or where it is"
+_SEVERAL = "start one worker for each engine instead"
+_OURS = "Midstream's own class is needed"
+
+
+class UnsupportedConfigurationError(ValueError):
+    """vLLM is configured in a way in which rows may be wrong."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One setting. `name`: its path in `VllmConfig`, unless `read` says how to get it."""
+
+    name: str
+    valid: tuple[Any, ...]
+    why: str  # another value is refused
+    read: Callable[[VllmConfig], Any] | None = None
+
+    def value(self, config: VllmConfig) -> Any:
+        """The setting's value; a valid one if the section that it belongs to is absent. Raises AttributeError if vLLM has none."""
+        if self.read is not None:
+            return self.read(config)
+        value: Any = config
+        for name in self.name.split("."):
+            if value is None:
+                return self.valid[0]
+            value = getattr(value, name)
+        return value
+
+
+RULES = (
+    Rule("vllm.__version__", ("0.32.0",), "the adapters are written against this version's runners", lambda _: vllm.__version__),
+    # Rows of a batch
+    Rule("parallel_config.enable_dbo", (False,), _SPLIT),
+    Rule("parallel_config.ubatch_size", (0, 1), _SPLIT),
+    Rule("parallel_config.prefill_context_parallel_size", (1,), _SPLIT),
+    Rule("parallel_config.decode_context_parallel_size", (1,), _STATE),
+    Rule("parallel_config.data_parallel_size", (1,), _SEVERAL),
+    Rule("parallel_config.enable_expert_parallel", (False,), "rows that pass through experts of other ranks are untested"),
+    Rule("parallel_config.use_sequence_parallel_moe", (False,), _SPLIT),
+    Rule("parallel_config.enable_hc_sp", (False,), _SPLIT),
+    Rule("parallel_config.enable_eplb", (False,), "experts move between ranks"),
+    Rule("parallel_config.enable_elastic_ep", (False,), "ranks come and go"),
+    Rule("parallel_config.enable_fault_tolerance", (False,), "ranks come and go"),
+    Rule("parallel_config.enable_batch_sharded_sampling", (False, None), "no rank has all logits of a step to grade"),
+    Rule("parallel_config.nnodes", (1,), "several machines need `executor = ray`"),
+    Rule("parallel_config.distributed_executor_backend", ("mp", "uni", "ray", None), "untested"),
+    Rule("parallel_config.worker_cls", ("midstream.workers.runner.worker_class.MidstreamWorker",), _OURS),
+    Rule("parallel_config.worker_extension_cls", ("",), "it adds calls to the ranks that no receipt covers"),
+    Rule(
+        "scheduler_config.scheduler_cls",
+        tuple(f"midstream.workers.runner.scheduler.{name}" for name in ("MidstreamAsyncScheduler", "MidstreamScheduler")),
+        _OURS,
+    ),
+    Rule("cache_config.kv_sharing_fast_prefill", (False,), "the upper layers compute the last row of a prompt only"),
+    Rule("lora_config", (None,), "adapters change a request's rows without changing its steering digest, untested"),
+    Rule("model_config.runner_type", ("generate",), "requests that do not generate have no end to report"),
+    Rule("model_config.is_encoder_decoder", (False,), "it has two streams"),
+    Rule("model_config.is_multimodal_model", (False,), "positions of images have no tokens"),
+    Rule("model_config.enable_prompt_embeds", (False,), "such positions have no tokens"),
+    Rule(
+        "model_config.disable_cascade_attn", (True,), "a common prefix would be computed once for a batch: other requests change the bits"
+    ),
+    Rule("model_config.enable_sleep_mode", (False,), "the hook sites' buffers leave the device"),
+    Rule("diffusion_config", (None,), "a step computes rows of positions that are not final"),
+    Rule("engram_config", (None,), "untested"),
+    # Drafts
+    Rule("speculative_config.method", ("ngram",), "drafts of a model have rows of their own, untested"),
+    Rule("speculative_config.parallel_drafting", (False,), "untested"),
+    Rule("speculative_config.enable_adaptive_verification", (False,), "the GPU decides how many drafts a request has"),
+    Rule("speculative_config.num_speculative_tokens_per_batch_size", (None,), "untested"),
+    Rule(
+        "speculative_config with scheduler_config.async_scheduling",
+        (False,),
+        "positions are known on the GPU only, where drafts are rejected",
+        lambda config: config.speculative_config is not None and bool(config.scheduler_config.async_scheduling),
+    ),
+    # State outside the batch
+    Rule("kv_transfer_config", (None,), _STATE),
+    Rule("ec_transfer_config", (None,), _STATE),
+    Rule("cache_config.kv_offloading_size", (None,), _STATE),
+    Rule("cache_config.mamba_cache_mode", ("none",), _STATE),
+    Rule("cache_config.use_replayssm", (False,), _STATE),
+    Rule("cache_config.enable_mamba_shared_prefix_checkpoint", (False,), _STATE),
+    Rule("attention_config.hisparse_config", (None,), _STATE),
+    Rule("attention_config.use_non_causal", (False,), "later positions change the rows of earlier ones"),
+    Rule("weight_transfer_config", (None,), "the weights change under kept rows and cached prompts"),
+    Rule("offload_config.uva.cpu_offload_gb", (0,), "vLLM and Midstream would wrap the same modules, untested"),
+    Rule("offload_config.prefetch.offload_group_size", (0,), "vLLM and Midstream would wrap the same modules, untested"),
+    Rule("watermark_config", (None,), "untested"),
+    Rule("aux_output_config.enabled", (False,), "untested"),
+    # Compilation
+    Rule(
+        "compilation_config.mode",
+        (CompilationMode.NONE, CompilationMode.DYNAMO_TRACE_ONCE, CompilationMode.VLLM_COMPILE),
+        "it compiles the model again as shapes change, untested",
+    ),
+    Rule(
+        "compilation_config.cudagraph_mode",
+        (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE),
+        "untested",
+    ),
+    Rule("compilation_config.cudagraph_copy_inputs", (False,), "untested"),
+    Rule("compilation_config.inductor_passes", ({},), "a pass may drop or move the hook sites' ops"),
+)
+
+
+def check(config: VllmConfig) -> None:
+    """Raises UnsupportedConfigurationError that names every setting with another value than those known to be right."""
+    wrong = [line for rule in RULES if (line := _refusal(rule, config))]
+    if wrong:
+        raise UnsupportedConfigurationError("this configuration of vLLM is not supported: " + "; ".join(wrong))
+
+
+def _refusal(rule: Rule, config: VllmConfig) -> str:
+    try:
+        value = rule.value(config)
+    except AttributeError:
+        return f"{rule.name} is not a setting of this vLLM ({vllm.__version__})"
+    if any(value == valid and isinstance(value, bool) == isinstance(valid, bool) for valid in rule.valid):
+        return ""
+    return f"{rule.name} is {_shown(value)}, valid: {', '.join(map(_shown, rule.valid))} ({rule.why})"
+
+
+def _shown(value: Any) -> str:
+    """Short, also for a whole section of the configuration."""
+    if isinstance(value, Enum):
+        return value.name
+    return repr(value) if isinstance(value, str | int | float | list | dict | None) else f"a {type(value).__name__}"
