@@ -11,8 +11,9 @@ from midstream.kernels import idle_sites
 from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLOT, Planned
 from midstream.schemas.interventions import PLACE
 from midstream.schemas.selectors import HOOKS, Hook
+from midstream.workers.runner import sites as site_module
 from midstream.workers.runner.architectures import PRE_NORM, Adapter, Tap, UnsupportedArchitectureError, Variant, _materialised
-from midstream.workers.runner.sites import Buffers, Site, Sizes, install
+from midstream.workers.runner.sites import Buffers, Site, Sizes, install, warm_up
 
 HIDDEN, TOKENS = 8, 5
 SIZES = Sizes(ring_rows=64, capacity=TOKENS, lists=64, patterns=2, configurations=2, entries=8)
@@ -231,6 +232,35 @@ def test_an_idle_site_calls_nothing_and_a_site_of_a_captured_graph_always_does()
             site.busy = False
         model(X)
         assert buffers.ring.any().item() == always
+
+
+@pytest.mark.parametrize(
+    ("kind", "hooks", "wanted"),
+    [
+        ("pair", HOOKS, ["pair", "single"]),
+        ("pair", ("post_block",), ["pair"]),
+        ("pair", ("attn_out",), ["single"]),
+        ("single", HOOKS, ["single"]),
+    ],
+)
+def test_warm_up_runs_each_op_that_the_model_has_once(
+    monkeypatch: pytest.MonkeyPatch, kind: str, hooks: tuple[Hook, ...], wanted: list[str]
+) -> None:
+    """With the tensors of a step, so that the kernels are compiled for their dtype and width; and no site is busy."""
+    ran: list[tuple[str, torch.Size, torch.dtype]] = []
+    for name in ("pair", "single"):
+        op = getattr(site_module, f"{name}_site")
+
+        def recorded(*tensors: torch.Tensor, name: str = name, op: Any = op) -> None:
+            ran.append((name, tensors[0].shape, tensors[0].dtype))
+            op(*tensors)
+
+        monkeypatch.setattr(site_module, f"{name}_site", recorded)
+    model, adapter = toy(kind)
+    sites, buffers = install(model, adapter, SIZES, hooks, dtype=torch.bfloat16, device=torch.device("cpu"), always=False)
+    warm_up(sites, buffers)
+    assert ran == [(name, torch.Size([1, HIDDEN]), torch.bfloat16) for name in wanted]
+    assert not any(getattr(buffers, field.name).any() for field in fields(Buffers) if field.name != "capture_slots")
 
 
 def test_a_forward_that_is_not_traced_writes_to_the_ring_that_is_there_when_it_runs() -> None:

@@ -102,6 +102,21 @@ def install(
     return sites, buffers
 
 
+def warm_up(sites: Sequence[Site], buffers: Buffers) -> None:
+    """Run each op that the sites need once, on one row, while nothing is planned.
+
+    On a GPU this compiles the kernels, each of which is the same for every number of rows. Without graphs the first busy step would.
+    """
+    for kind in sorted({site.kind for site in sites}):
+        index = next(index for index, site in enumerate(sites) if site.kind == kind)
+        arguments = [getattr(buffers, name)[index] if name in _BY_SITE else getattr(buffers, name) for name in _ORDER]
+        stream = buffers.pool.new_zeros(1, buffers.pool.shape[1])
+        if kind == "pair":
+            pair_site(stream, stream.clone(), *arguments)
+        else:
+            single_site(stream, *arguments)
+
+
 def held_layers(model: nn.Module, adapter: Adapter) -> list[tuple[int, nn.Module]]:
     """(absolute number, decoder layer) of those that this rank holds; those of other pipeline stages are placeholders."""
     layers = _submodule(model, adapter.layers, adapter)

@@ -26,7 +26,7 @@ from .kv_blocks import CpuBlocks
 from .plane import DataPlane
 from .process import die_with_parent, threads_elsewhere
 from .reentry import install_gate
-from .sites import Sizes, install
+from .sites import Sizes, install, warm_up
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -71,6 +71,7 @@ class MidstreamWorker(PlatformWorker):
             device=self.device,
             always=traced,
         )
+        warm_up(sites, buffers)
         pp, tp = get_pp_group(), get_tp_group()
         place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group, stages=pp.world_size)
         enters = config.sweep_entry and not traced and "pre_attn" in hooks
