@@ -54,9 +54,12 @@ class Header:
     end: int  # bytes of the whole blob
 
 
-def encode_header(tensors: Sequence[tuple[str, str, Sequence[int], int]], manifest: Manifest | None) -> bytes:
-    """The bytes before the tensors' own; `tensors`: (name, safetensors dtype, shape, bytes), in order."""
-    return _header(tensors, {} if manifest is None else {"manifest": msgspec.json.encode(manifest).decode()})
+def encode_header(tensors: Sequence[tuple[str, str, Sequence[int], int]], manifest: Manifest | None, size: int = 0) -> bytes:
+    """The bytes before the tensors' own; `tensors`: (name, safetensors dtype, shape, bytes), in order.
+
+    `size`: of the header, a multiple of 8; it is larger only where it has to be.
+    """
+    return _header(tensors, {} if manifest is None else {"manifest": msgspec.json.encode(manifest).decode()}, size)
 
 
 def encode_safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -66,14 +69,14 @@ def encode_safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str
     return b"".join([header, *(tensor.data for _, tensor in ordered)])
 
 
-def _header(tensors: Sequence[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
+def _header(tensors: Sequence[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str], size: int = 0) -> bytes:
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for name, dtype, shape, length in tensors:
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + length]}
         offset += length
     encoded = msgspec.json.encode(header)
-    encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    encoded += b" " * max(-len(encoded) % _ALIGNMENT, size - _LENGTH_BYTES - len(encoded))
     return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
 
 

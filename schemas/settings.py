@@ -87,6 +87,7 @@ class Settings(Record):
     capture_queue_mib: Count = 512  # captured rows waiting for the writers, per rank
     capture_overload: Literal["block", "spill", "drop"] = "block"  # if that queue is full: steps wait, rows go to disk, or rows are dropped
     capture_memory_mib: Count = 4096  # captured rows of the requests in the engine, per rank; beyond it requests wait
+    capture_window_mib: Count = 64  # of one capture's rows, what stays in memory: longer ones are written while their request runs
     row_store_mib: Natural = 256  # rows kept for captures whose prompt the prefix cache serves; 0: recomputed instead
     writer_threads: Count = 2
 

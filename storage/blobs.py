@@ -9,7 +9,7 @@ import msgspec
 
 from ..schemas.blobs import DTYPE_NAMES, DamagedBlob, encode_header
 from ..schemas.captures import BlobEntry, Manifest, index_of
-from .store import ArtifactStore, Buffer, Segment
+from .store import Adopting, ArtifactStore, Buffer, Draft, Segment
 
 #: Blobs in a segment begin at multiples of this: each can be mapped alone, and a deleted one leaves no block half used.
 SEGMENT_ALIGNMENT = 4096
@@ -27,6 +27,7 @@ class Blob:
     buffers: Sequence[memoryview]
     size: int
     crc32: int
+    draft: Draft | None = None  # the same bytes in a file that the store can take; then there are no buffers
 
     def line(self, key: str, offset: int = 0) -> bytes:
         """The line that describes it in the index of the object `key`."""
@@ -59,7 +60,11 @@ def publish(store: ArtifactStore, blobs: Sequence[tuple[str, Blob]]) -> None:
     writer = store.writer()
     try:
         for key, blob in blobs:
-            writer.append(key, blob.buffers)
+            if blob.draft is None:
+                writer.append(key, blob.buffers)
+            else:
+                assert isinstance(writer, Adopting), "a store that has drafts takes them"
+                writer.adopt(key, blob.draft)
             writer.append(index_of(key), [blob.line(key)])
         writer.commit()
     except BaseException:

@@ -15,6 +15,8 @@ import os
 import secrets
 import shutil
 import sys
+import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +30,7 @@ from ..schemas.captures import SEGMENT_SUFFIX, index_of
 from ..schemas.disk import probe
 from ..schemas.errors import MidstreamError
 from ..schemas.faults import crash_point
+from .direct_write import LEAST, DirectWriter
 from .store import Buffer, NotInPlaceError, check_key
 
 #: `<root>/.deleted/<job>` exists from the moment at which a job's captures are deleted until nothing is left of them.
@@ -80,6 +83,17 @@ class FileStore:
 
     def writer(self) -> "FileWriter":
         return FileWriter(self)
+
+    def draft(self, key: str) -> "FileDraft | None":
+        """None on file systems that have no files without a name."""
+        folder = self.path(key).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            return FileDraft(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o644), adoptable=True)
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                return None
+            raise
 
     def segment(self, key: str) -> "FileSegment":
         return FileSegment(self, key)
@@ -231,11 +245,21 @@ class FileWriter:
             final = self._store.path(key)
             final.parent.mkdir(parents=True, exist_ok=True)
             self._written[key] = final.with_name(f".{final.name}.{os.getpid()}.tmp"), final
+            if sum(map(len, buffers)) >= LEAST and _direct().write(self._written[key][0], buffers):
+                return
         descriptor = os.open(self._written[key][0], os.O_CREAT | os.O_WRONLY | (os.O_TRUNC if fresh else 0), 0o644)
         try:
             _write_at(descriptor, buffers, 0 if fresh else os.fstat(descriptor).st_size)
         finally:
             os.close(descriptor)
+
+    def adopt(self, key: str, draft: "FileDraft") -> None:
+        final = self._store.path(key)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+        temporary.unlink(missing_ok=True)
+        self._written[key] = temporary, final
+        draft.link(temporary)
 
     def commit(self) -> None:
         written, root = list(self._written.values()), self._store.root
@@ -254,6 +278,62 @@ class FileWriter:
         for temporary, _ in self._written.values():
             temporary.unlink(missing_ok=True)
         self._written.clear()
+
+
+class FileDraft:
+    """A file without a name, which the system removes when it is dropped or the process ends."""
+
+    def __init__(self, descriptor: int, *, adoptable: bool) -> None:
+        """Owns the descriptor. `adoptable`: the file can be given a name."""
+        self._descriptor, self.adoptable = descriptor, adoptable
+        weakref.finalize(self, os.close, descriptor)
+
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        _write_at(self._descriptor, buffers, offset)
+
+    def read(self, start: int, count: int) -> bytes:
+        parts = []
+        while count > 0:
+            part = os.pread(self._descriptor, count, start)
+            if not part:
+                raise OSError(errno.EIO, f"the file ends at {start}, {count} bytes early")
+            parts.append(part)
+            start, count = start + len(part), count - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def view(self) -> memoryview:
+        size = os.fstat(self._descriptor).st_size
+        return _map(self._descriptor, size, Path("rows of a capture")) if size else memoryview(b"")
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self._descriptor, size)
+
+    def link(self, path: Path) -> None:
+        """Give it a name. Raises OSError."""
+        self.adoptable = False
+
+        def named(folder: int) -> None:  # with a folder Python calls linkat(2), which alone follows the link in /proc
+            os.link(f"/proc/self/fd/{self._descriptor}", path.name, dst_dir_fd=folder, follow_symlinks=True)
+
+        _with_descriptor(path.parent, named)
+
+
+_mine = threading.local()
+
+
+def _direct() -> DirectWriter:
+    """This thread's."""
+    if not hasattr(_mine, "direct"):
+        _mine.direct = DirectWriter(_write_at)
+    direct: DirectWriter = _mine.direct
+    return direct
+
+
+def scratch(folder: Path) -> FileDraft:
+    """A draft that no store takes, for rows that wait. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        return FileDraft(os.dup(file.fileno()), adoptable=False)
 
 
 class FileSegment:

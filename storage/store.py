@@ -57,6 +57,41 @@ class Writer(Protocol):
         """Drop what was appended and not committed."""
 
 
+class Draft(Protocol):
+    """A file whose parts are written in any order before it becomes an object. Without a key: nothing is left of one that is dropped."""
+
+    @property
+    def adoptable(self) -> bool:
+        """Whether a writer of its store can take it: once, and not one that is merely scratch space."""
+
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        """All of `buffers`, one behind the other from `offset` on. Raises OSError."""
+
+    def read(self, start: int, count: int) -> bytes:
+        """The bytes `[start, start + count)`, all of them written. Raises OSError."""
+
+    def view(self) -> memoryview:
+        """All of it, read-only and mapped; it stays readable when the draft is dropped. Raises OSError, MidstreamError."""
+
+    def truncate(self, size: int) -> None: ...
+
+
+@runtime_checkable
+class Drafts(Protocol):
+    """What a store may be able to do besides: take objects whose parts were written in any order. Its writers are `Adopting`."""
+
+    def draft(self, key: str) -> Draft | None:
+        """For an object that will get `key`; None where the store, as it is here, cannot. Raises OSError, ValueError."""
+
+
+@runtime_checkable
+class Adopting(Protocol):
+    """A `Writer` that takes drafts."""
+
+    def adopt(self, key: str, draft: Draft) -> None:
+        """Add an adoptable draft as the object `key`, as `append` adds bytes. Raises OSError, ValueError."""
+
+
 class Segment(Protocol):
     """An object that many blobs share and its index (`index_of(key)`), created with this. Belongs to one thread of one process."""
 

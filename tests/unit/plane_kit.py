@@ -48,6 +48,7 @@ class Rig:
             step_tokens=CAPACITY,
             capture_buffer_mib=1,
             capture_queue_mib=1,
+            capture_window_mib=64,
             capture_overload="block",
             spill_dir=str(directory / "spill"),
             row_store_mib=1,
@@ -96,7 +97,7 @@ class Rig:
         are others than the runner's.
         """
         ends = {str(r.number): Finish(list(range(1000, 1000 + r.total)), r in aborted) for r in (*finished, *aborted)}
-        arrived = [NewRequest(str(r.number), msgspec.to_builtins(spec_of(r)), cached if r is new[-1] else 0) for r in new]
+        arrived = [NewRequest(str(r.number), msgspec.to_builtins(spec_of(r)), cached if r is new[-1] else 0, r.max_tokens) for r in new]
         self.plane.begin(arrived, ends, 0, keeping)
         self.idle = self.plane.choose((str(request.number), first, count) for request, first, count in told or windows)
         rows, row = [], 0

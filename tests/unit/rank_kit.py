@@ -62,6 +62,7 @@ class Request:
     captures: Sequence[StoredCapture] = ()
     steering: Sequence[StoredSteering] = ()
     everyone: GlobalSteering = field(default_factory=GlobalSteering)
+    max_tokens: int = 0  # as its sampling says; 0: unknown
     tracked: Tracked = field(init=False)
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from ...schemas.global_capture import from_settings
 from ...schemas.models import ModelInfo, TokenizerBundle
 from ...schemas.selectors import HOOKS
 from ...schemas.settings import Settings, SettingsError
+from ...schemas.specs import StoredCapture
 from ...schemas.steering import GlobalSteering, RankSteering
 from ...schemas.version import __version__
 from ..runner.allowlist import check
@@ -77,6 +78,7 @@ class VllmEngine(RankControl):
             step_tokens=settings.max_num_batched_tokens,
             capture_buffer_mib=settings.capture_buffer_mib,
             capture_queue_mib=settings.capture_queue_mib,
+            capture_window_mib=settings.capture_window_mib,
             capture_overload=settings.capture_overload,
             spill_dir=str(Path(settings.data_dir).resolve() / "spill"),
             row_store_mib=_row_store_mib(settings),
@@ -154,7 +156,7 @@ class VllmEngine(RankControl):
                 self._entering.admitted(len(ask.token_ids) if ask.entry is not None and self.enters else 0),
                 self._rows.admitted(row_wish(spec)),
                 self._step_rows.admitted(self._captured_rows(ask, self.info.step_tokens)),
-                self._captures.admitted(self._captured_rows(ask) * self._row_bytes),
+                self._captures.admitted(self._captured_bytes(ask)),
             ):
                 prompt = TokensPrompt(prompt_token_ids=ask.token_ids)
                 if self._settings.prefix_cache_scope == "tenant":
@@ -184,9 +186,16 @@ class VllmEngine(RankControl):
 
     def _captured_rows(self, ask: EngineRequest, positions: int = sys.maxsize) -> int:
         """How many rows the captures of one prompt may have, of at most so many positions."""
-        prompt_tokens = len(ask.token_ids)
+        return sum(self._rows_of(capture, ask, positions) for capture in ask.captures)
+
+    def _rows_of(self, capture: StoredCapture, ask: EngineRequest, positions: int = sys.maxsize) -> int:
         max_tokens = ask.sampling.max_tokens + self._settings.speculative_tokens  # drafts beyond the end are also computed
-        return sum(capture.num_sites * min(positions, capture.count_positions(prompt_tokens, max_tokens)) for capture in ask.captures)
+        return capture.num_sites * min(positions, capture.count_positions(len(ask.token_ids), max_tokens))
+
+    def _captured_bytes(self, ask: EngineRequest) -> int:
+        """How much of its rows a rank may hold in memory."""
+        window = self._settings.capture_window_mib << 20
+        return sum(min(window, self._rows_of(capture, ask) * self._row_bytes) for capture in ask.captures)
 
     async def abort(self, job_id: str, attempt: int) -> None:
         for request_id in list(self._live.get((job_id, attempt), ())):

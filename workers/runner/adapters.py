@@ -26,7 +26,7 @@ def _new_requests(scheduler_output: Any) -> list[NewRequest]:
     for data in scheduler_output.scheduled_new_reqs:
         extra = data.sampling_params.extra_args if data.sampling_params is not None else None
         if extra and EXTRA_ARGS_KEY in extra:
-            found.append(NewRequest(data.req_id, extra[EXTRA_ARGS_KEY], data.num_computed_tokens))
+            found.append(NewRequest(data.req_id, extra[EXTRA_ARGS_KEY], data.num_computed_tokens, data.sampling_params.max_tokens or 0))
     return found
 
 

@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from ...schemas.specs import RankSpec, StoredCapture
+from ...storage.blobs import Blob
 from .finished import FinishedCapture
 from .finite_check import all_finite
 from .landing import LANDED, Landing
@@ -84,6 +86,36 @@ class Extent:
         return rows
 
 
+class Rows(Protocol):
+    """All rows of an ended request, for a `FinishedCapture`."""
+
+    def unsound(self, dtype: torch.dtype) -> Iterator[tuple[str, int, int]]:
+        """(hook, layer, position) of the rows that are not finite as `dtype`."""
+
+    def non_finite(self, dtype: torch.dtype) -> dict[tuple[str, int], int]:
+        """(hook, layer) → how many of its rows are not finite as `dtype`, where some are."""
+
+    def __call__(self, hook: str, layer: int) -> Sequence[memoryview]:
+        """One site's, as buffers in order."""
+
+    def blob(self, capture: FinishedCapture) -> Blob | None:
+        """The capture's blob, where the rows are in a file that the store can take."""
+
+
+class Leaving(Protocol):
+    """Where rows go that leave before their request ends: see `streams`."""
+
+    begun: bool  # whether any have
+
+    def push(self, runs: list[Extent]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+    def seal(self, recording: "Recording", expected: set[int], stop: int) -> tuple[list[int], int, Rows]: ...
+
+
 @dataclass
 class Recording:
     """One capture of one request on this rank."""
@@ -95,6 +127,7 @@ class Recording:
     recorded: int = 0  # positions in `runs`
     reused: list[Extent] = field(default_factory=list)  # rows that an earlier request recorded, see `row_store`
     dropped: set[int] = field(default_factory=set)  # positions not recorded, under overload
+    stream: Leaving | None = None  # where rows go that leave before the request ends
     _moving: tuple[int, "Future[list[Extent]]"] | None = None  # runs up to this one are being copied
     _compacted: int = 0  # so many of `runs` are copies already
 
@@ -125,7 +158,22 @@ class Recording:
         self.runs.append(run)
         self.recorded += run.count
 
+    def leave(self, stop: int, least: int) -> int:
+        """Hand runs that end at or before position `stop` to the stream, unless they have fewer than `least` rows; how many left."""
+        if self.stream is None or len(self.ports) * self.recorded < least:
+            return 0
+        count = next((number for number, run in enumerate(self.runs) if run.positions.stop > stop), len(self.runs))
+        positions = sum(run.count for run in self.runs[:count])
+        if not count or len(self.ports) * positions < least:
+            return 0
+        self.stream.push(self.runs[:count])
+        del self.runs[:count]
+        self.recorded -= positions
+        return len(self.ports) * positions
+
     def forget(self) -> None:
+        if self.stream is not None:
+            self.stream.drop()
         self.runs, self.recorded, self._moving, self._compacted = [], 0, None, 0
         self.reused.clear()
 
@@ -153,7 +201,7 @@ class Recording:
 
         What was copied takes the runs' place in a later `settle`.
         """
-        if self._moving is None and len(self.runs) > self._compacted:
+        if self.stream is None and self._moving is None and len(self.runs) > self._compacted:
             taken = len(self.runs)
             owners: dict[int, Extent] = {}
             for run in self.runs[self._compacted : taken]:
@@ -191,16 +239,14 @@ class Recording:
         Raises RuntimeError when a row that should be there is not.
         """
         expected = self._expected(spec.prompt_tokens, len(token_ids))
-        owners = self.owners(0, len(token_ids) - 1)
-        if extra := owners.keys() - expected:
-            raise RuntimeError(f"positions {sorted(extra)[:8]} were recorded but not requested")
-        reused = {position: run for run in self.reused for position in run.positions if position in expected and position not in owners}
-        owners |= reused
-        positions = sorted(owners)
-        if missing := expected - owners.keys() - self.dropped:
-            raise RuntimeError(f"positions {sorted(missing)[:8]} were not recorded ({len(missing)} of {len(expected)})")
         stored_as = dtype if self.capture.dtype == "model" else getattr(torch, self.capture.dtype)
-        rows = _Rows(self.ports, stretches(owners, positions), stored_as)
+        rows: Rows
+        if self.stream is not None and self.stream.begun:
+            positions, reused, rows = self.stream.seal(self, expected, len(token_ids) - 1)
+        else:
+            positions, reused, rows = self._in_memory(expected, len(token_ids) - 1, stored_as)
+        if missing := expected.difference(positions) - self.dropped:
+            raise RuntimeError(f"positions {sorted(missing)[:8]} were not recorded ({len(missing)} of {len(expected)})")
         return FinishedCapture(
             spec=spec,
             capture=self.capture,
@@ -216,11 +262,22 @@ class Recording:
             rows=rows,
             non_finite=rows.non_finite(stored_as),
             unsound=min(rows.unsound(dtype), key=lambda place: place[2], default=None),
-            reused=len(self.ports) * len(reused),
-            dropped=tuple(sorted((self.dropped & expected) - owners.keys())),
+            reused=len(self.ports) * reused,
+            dropped=tuple(sorted((self.dropped & expected).difference(positions))),
             num_layers=num_layers,
             caveats=tuple(caveats),
+            whole=rows.blob,
         )
+
+    def _in_memory(self, expected: set[int], stop: int, stored_as: torch.dtype) -> "tuple[list[int], int, _Rows]":
+        """What is here of the positions below `stop`: (those, how many were reused, their rows)."""
+        owners = self.owners(0, stop)
+        if extra := owners.keys() - expected:
+            raise RuntimeError(f"positions {sorted(extra)[:8]} were recorded but not requested")
+        reused = {position: run for run in self.reused for position in run.positions if position in expected and position not in owners}
+        owners |= reused
+        positions = sorted(owners)
+        return positions, len(reused), _Rows(self.ports, stretches(owners, positions), stored_as)
 
     def _expected(self, prompt_tokens: int, num_tokens: int) -> set[int]:
         return set(self.capture.select(0, num_tokens - 1, prompt_tokens)) if num_tokens > prompt_tokens else set()
@@ -308,15 +365,20 @@ class _Rows:
                 stretch.run.step.landing.wait()
             self._landed = True
 
+    def blob(self, capture: FinishedCapture) -> None:
+        """None: slabs are not a file."""
+
     def __call__(self, hook: str, layer: int) -> list[memoryview]:
         self._wait()
         place = self._places[hook, layer]
         return [
-            _bytes(stretch.run.step.slab[(first := int(rows[place])) : first + stretch.count], self._dtype) for stretch, rows in self._parts
+            bytes_of(stretch.run.step.slab[(first := int(rows[place])) : first + stretch.count], self._dtype)
+            for stretch, rows in self._parts
         ]
 
 
-def _bytes(rows: torch.Tensor, dtype: torch.dtype) -> memoryview:
+def bytes_of(rows: torch.Tensor, dtype: torch.dtype) -> memoryview:
+    """Of rows that have landed, as they are stored."""
     view = rows.to(dtype).view(torch.uint8)  # numpy does not have every dtype
     return memoryview(view.numpy()).cast("B").toreadonly()  # the rows may also serve later requests
 

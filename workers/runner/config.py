@@ -48,6 +48,7 @@ class PlaneConfig(Record):
     step_tokens: int  # token rows in one step, at most
     capture_buffer_mib: int
     capture_queue_mib: int
+    capture_window_mib: int
     capture_overload: str  # block | spill | drop
     spill_dir: str
     row_store_mib: int

@@ -9,6 +9,7 @@ from ...schemas.dtypes import ITEM_BYTES
 from ...schemas.receipts import CapturedFile
 from ...schemas.specs import RankSpec, StoredCapture
 from ...schemas.version import __version__
+from ...storage.blobs import Blob
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class FinishedCapture:
     caveats: tuple[str, ...] = ()  # of the model: see `Manifest`
     non_finite: dict[tuple[str, int], int] = field(default_factory=dict)  # (hook, layer) → rows that are not finite as stored
     unsound: tuple[str, int, int] | None = None  # (hook, layer, position) of the first row that the model computed so
+    whole: "Callable[[FinishedCapture], Blob | None]" = lambda _: None  # its blob, where the rows are in a file that the store can take
 
     @property
     def num_rows(self) -> int:

@@ -72,7 +72,7 @@ def blob_of(capture: FinishedCapture, sites: Sites) -> Blob:
     return make_blob(capture.manifest(sites), tensors)
 
 
-def file_name(capture: FinishedCapture, suffix: str) -> str:
+def file_name(capture: FinishedCapture, suffix: str = "") -> str:
     """The key of a blob in a separate file."""
     spec = capture.spec
     return f"{capture.capture.tag}/{spec.job}/p{spec.request:04d}.a{spec.attempt}.pp{capture.pp}{suffix}.safetensors"
@@ -120,13 +120,17 @@ class Filesystem:
         planned = [
             [(file_name(capture, suffix), sites) for suffix, sites in LAYOUTS[self._layout(capture)](capture)] for capture in captures
         ]
-        files = [[(key, blob_of(capture, sites)) for key, sites in parts] for capture, parts in zip(captures, planned, strict=True)]
+        files = [[(key, self._blob(capture, sites)) for key, sites in parts] for capture, parts in zip(captures, planned, strict=True)]
         self._usage.take(2 * SEGMENT_ALIGNMENT + blob.size for parts in files for _, blob in parts)
         publish(self._config.store, [file for parts in files for file in parts])
         return [
             Outcome(files=tuple(_captured(capture, blob, key, 0, self._layout(capture)) for key, blob in parts))
             for capture, parts in zip(captures, files, strict=True)
         ]
+
+    def _blob(self, capture: FinishedCapture, sites: Sites) -> Blob:
+        whole = capture.whole(capture) if sites is capture.sites else None
+        return blob_of(capture, sites) if whole is None else whole
 
     def _append(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Captures of one tag."""

@@ -6,6 +6,7 @@ An error in here must not take the engine down: it fails the requests concerned,
 
 import logging
 import os
+import sys
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from ...schemas.faults import arm
 from ...schemas.selectors import select
 from ...schemas.specs import RankSpec, columns_of, steering_rows, touched
 from ...schemas.version import __version__
+from ...storage.file_store import scratch
 from ...storage.store import open_store
 from .actions import ActionLedger
 from .capture import Ports, Recording
@@ -45,6 +47,7 @@ from .slabs import SlabPool
 from .source_runs import RunStore
 from .steering_tables import HeldRows, RowTable, VectorStore
 from .step import Finish, Load, NewRequest, StepView
+from .streams import Streams
 from .taints import Taints
 from .writer import make_writer
 
@@ -95,6 +98,15 @@ class DataPlane:
         self._reports = Reports(
             config, place, self._writer, self.actions, hidden_size=self._hidden_size, dtype=self._dtype, num_layers=num_layers
         )
+        self._streams = Streams(
+            open_store(config.capture_root),
+            partial(scratch, Path(config.spill_dir)),
+            config.capture_window_mib << 20,
+            self._reports.origin,
+            hidden_size=self._hidden_size,
+            dtype=self._dtype,
+        )
+        self.block_size = sys.maxsize if config.row_store_mib else 1  # of blocks whose rows are kept; set once it is known
         self._overload = Overload(config.capture_overload, queue_bytes, lambda: self._writer.backlog)
         self._mover = Mover(buffers.ring.device)
         self._planner = Planner(sites, buffers, self._table, self._slabs, self._overload, self._mover, traced=traced)
@@ -349,6 +361,23 @@ class DataPlane:
                 self._with_recording(block, self._row_store.keep)
             self._row_store.drop(self._keeping.drop)
             self._keeping = None
+        self._let_leave(view)
+
+    def _let_leave(self, view: StepView | None) -> None:
+        """Hand the writers the rows of long captures that this rank needs no more: blocks are kept when they are full."""
+        row_bytes = self._hidden_size * self._dtype.itemsize
+        for rows in view.requests if view is not None else ():
+            tracked = self._tracked.get(rows.id)
+            if tracked is None or tracked.reported or all(each.stream is None for each in tracked.recordings.values()):
+                continue
+            reached = rows.first_position + rows.num_rows
+            if reached < tracked.spec.prompt_tokens:
+                reached -= reached % self.block_size
+            with self._guard([tracked], "capture_failed"):
+                for recording in tracked.recordings.values():
+                    left = recording.leave(reached, self._streams.part // row_bytes)
+                    if left and recording.stream is not None:
+                        self._writer.stream(recording.stream.flush, left * row_bytes)
 
     def found(self) -> Callable[[], list[tuple[str, int]]]:
         """Of the step that ran last: (request, first position) of rows that are not finite. Waits for the step, in any thread."""
@@ -424,6 +453,8 @@ class DataPlane:
         if self._place.tp == 0 and not tracked.reported:  # the ranks of a stage hold equal rows: one records
             recordings = enumerate(Recording.of(capture, self._ports) for capture in spec.captures)
             tracked.recordings = {number: recording for number, recording in recordings if recording is not None}
+            for recording in tracked.recordings.values():
+                recording.stream = self._streams.of(spec, recording, request.max_tokens)
         wanted = steering_rows(spec.global_steering) + steering_rows(spec.steering)
         try:
             if self._taints.spoil(spec, request.cached_tokens):

@@ -1,6 +1,7 @@
 """Reports of ended or failed requests: makes the receipt and hands captures to the writer."""
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -31,9 +32,12 @@ class Reports:
         num_layers: int,
     ) -> None:
         """`hidden_size` and `dtype`: of captured rows. `num_layers`: of the whole model."""
-        self._num_layers = num_layers
         self._config, self._place, self._writer, self._actions = config, place, writer, actions
         self._hidden_size, self._dtype = hidden_size, dtype
+        self.origin: dict[str, Any] = {
+            "worker": config.worker, "rank": place.rank, "pp": place.pp, "stages": place.stages, "num_layers": num_layers,
+            "caveats": tuple(config.caveats),
+        }  # fmt: skip
 
     def over(self, step: int, tracked: Tracked, token_ids: list[int]) -> None:
         """The request ended with these tokens, prompt included: write what was recorded of them, then report."""
@@ -65,12 +69,7 @@ class Reports:
             token_ids,
             hidden_size=self._hidden_size,
             dtype=self._dtype,
-            worker=self._config.worker,
-            caveats=self._config.caveats,
-            rank=place.rank,
-            pp=place.pp,
-            stages=place.stages,
-            num_layers=self._num_layers,
+            **self.origin,
         )
         if capture.unsound is not None and not tracked.unsound:
             hook, layer, position = capture.unsound

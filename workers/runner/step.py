@@ -11,6 +11,7 @@ class NewRequest:
     id: str  # the engine's internal id: unique among live requests
     spec: dict[str, Any]  # `SamplingParams.extra_args["midstream"]`
     cached_tokens: int  # served by the prefix cache
+    max_tokens: int = 0  # generated at most; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)

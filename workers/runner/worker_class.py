@@ -88,6 +88,8 @@ class MidstreamWorker(PlatformWorker):
         """The plane is connected only now: profiling runs before it never reach it."""
         result = super().initialize_from_config(*args, **kwargs)
         plane = self.model_runner.midstream = self._connected()
+        if plane.block_size > 1:
+            plane.block_size = self.vllm_config.cache_config.block_size or plane.block_size
         if plane.entering is not None:
             cache = self.vllm_config.cache_config
             plane.entering.block_size = (cache.block_size or 1) if cache.enable_prefix_caching else sys.maxsize  # no cache: none shared

@@ -50,6 +50,14 @@ class WriteJob:
 
 
 @dataclass
+class _Part:
+    """Rows of a capture that goes on. `size`: bytes, about."""
+
+    write: Callable[[], None]
+    size: int
+
+
+@dataclass
 class _Report:
     """Outcome of one request's captures so far."""
 
@@ -89,7 +97,7 @@ class Writer:
         self._begin = begin
         self._outbox = outbox
         self._fail_writes = fail_writes
-        self._queue: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[WriteJob | _Part | None] = queue.SimpleQueue()
         self._pending = 0
         self.backlog = 0  # bytes of rows that wait, or are being written
         self.totals = {"captured_rows": 0, "captured_bytes": 0, "dropped_positions": 0}  # since the start
@@ -113,6 +121,13 @@ class Writer:
             self.backlog += job.size
         self._queue.put(job)
 
+    def stream(self, write: Callable[[], None], size: int) -> None:
+        """Have `write` called in a writer thread; it raises nothing. `size`: bytes that it lets go of."""
+        with self._lock:
+            self._pending += 1
+            self.backlog += size
+        self._queue.put(_Part(write, size))
+
     def busy(self) -> bool:
         """Whether anything remains to be written."""
         return self._pending > 0
@@ -128,6 +143,10 @@ class Writer:
         self._begin()
         consumers: dict[str, Consumer] = {"filesystem": filesystem, **self._shared}
         while (first := self._queue.get()) is not None:
+            if isinstance(first, _Part):
+                self._write_part(first)
+                del first
+                continue
             group, last = self._gather(first)
             for receipt in self._write(group, consumers):
                 self._outbox.append(receipt)
@@ -152,9 +171,21 @@ class Writer:
                 break
             if job is None:
                 return group, True
+            if isinstance(job, _Part):
+                self._write_part(job)
+                continue
             group.append(job)
             size += job.size
         return group, False
+
+    def _write_part(self, part: _Part) -> None:
+        try:
+            part.write()
+        except Exception:  # the request's own build will find what is missing
+            logger.exception("rows of a capture could not be written")
+        with self._lock:
+            self._pending -= 1
+            self.backlog -= part.size
 
     def _write(self, group: Sequence[WriteJob], consumers: Mapping[str, Consumer]) -> list[Receipt]:
         """Build, consume, and report the outcome: a failure affects only its own request."""

@@ -1,0 +1,90 @@
+"""Direct writes: large files go from memory to the disk without the page cache.
+
+A file as large as a capture's would fill the cache with pages that hardly anybody reads again, and touching that many fresh pages
+costs several times more than copying the rows. The rows are gathered in a small aligned buffer instead, from which the disk takes them.
+"""
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from .store import Buffer
+
+#: Files of at least this many bytes are written so; smaller ones are likely to be read soon.
+LEAST = 8 << 20
+#: Bytes of the buffer, and what offsets and sizes of direct writes are multiples of.
+_BUFFER, _ALIGNMENT = 4 << 20, 4096
+#: The file system, or the disk below it, takes no direct writes.
+_UNABLE = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class DirectWriter:
+    """Writes whole files. Belongs to one thread, and keeps its buffer."""
+
+    def __init__(self, write_at: Callable[[int, Sequence[Buffer], int], None]) -> None:
+        """`write_at(descriptor, buffers, offset)` writes all of them, one behind the other."""
+        self._write_at = write_at
+        self._memory = -1  # a file in memory: what is written to it is copied without Python's lock
+        self._buffer: mmap.mmap | None = None
+
+    def write(self, path: Path, buffers: Sequence[Buffer]) -> bool:
+        """Make `path` hold these bytes; False, with an empty file, where it cannot. Raises OSError."""
+        size = sum(map(len, buffers))
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_DIRECT, 0o644)
+        except OSError as error:
+            if error.errno in _UNABLE:
+                return False
+            raise
+        try:
+            with suppress(OSError):  # the writes themselves say whether there is room
+                os.posix_fallocate(descriptor, 0, size)
+            self._copy(descriptor, buffers)
+            os.ftruncate(descriptor, size)
+        except OSError as error:
+            os.ftruncate(descriptor, 0)
+            if error.errno not in _UNABLE:
+                raise
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def close(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
+            os.close(self._memory)
+            self._buffer = None
+
+    def _copy(self, descriptor: int, buffers: Sequence[Buffer]) -> None:
+        if self._buffer is None:
+            self._memory = os.memfd_create("midstream-rows")
+            os.ftruncate(self._memory, _BUFFER)
+            self._buffer = mmap.mmap(self._memory, _BUFFER)
+        offset = 0
+        with memoryview(self._buffer) as staged:
+            for part in _parts(buffers):
+                filled = sum(map(len, part))
+                self._write_at(self._memory, part, 0)
+                whole = filled + -filled % _ALIGNMENT  # what is behind the end is cut off
+                self._write_at(descriptor, [staged[:whole]], offset)
+                offset += filled
+
+
+def _parts(buffers: Sequence[Buffer]) -> Iterator[list[memoryview]]:
+    """The same bytes, in parts that fill the buffer, but for the last."""
+    part: list[memoryview] = []
+    room = _BUFFER
+    for buffer in buffers:
+        rest = memoryview(buffer).cast("B")
+        while len(rest):
+            part.append(rest[:room])
+            rest, room = rest[room:], room - len(part[-1])
+            if not room:
+                yield part
+                part, room = [], _BUFFER
+    if part:
+        yield part

@@ -1,0 +1,97 @@
+"""Captures larger than the window are written while their requests run, and equal the reference's rows. fp32, a window of 1 MiB."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from host import Host, capture_of, prompt_of, relative_error
+from nursery import Nursery
+from reference import Reference
+from tiny import LAYERS
+from tolerances import FP32_ROWS
+
+from midstream.client.captures.reader import CaptureReader
+from midstream.schemas.jobs import Job
+from midstream.schemas.selectors import HOOKS
+
+EVERYTHING = {hook: list(range(LAYERS)) for hook in HOOKS}  # 6 KiB a position
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["runner-1", "runner-2"])
+def long(
+    request: pytest.FixtureRequest, llama: Path, nurseries: Callable[[str], Nursery], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Host]:
+    runner = f"v{request.param}"
+    host = nurseries(runner).host(
+        tmp_path_factory.mktemp(runner) / "engine",
+        llama,
+        runner=runner,
+        capture_window_mib=1,
+        max_num_batched_tokens=96,
+        block_size=32,
+        fault="rpc",
+    )
+    yield host
+    host.close()
+
+
+def wide(host: Host, number: int, prompt: int, tokens: int, **options) -> Job:
+    return host.job(prompt_of(prompt, seed=number), max_tokens=tokens, capture=capture_of([], "all", sites=EVERYTHING, **options))
+
+
+def check(host: Host, reference: Reference, job: Job, outputs) -> None:
+    (receipt,) = host.receipts(job)
+    assert receipt.status == "ok", receipt.message
+    tokens = job.prompts[0].token_ids + outputs[0].token_ids
+    reader, wanted = CaptureReader(host.root, job.id), reference.rows(tokens[:-1])
+    assert reader.positions() == list(range(len(tokens) - 1))
+    assert reader.token_ids() == tokens[:-1]
+    for hook, layers in EVERYTHING.items():
+        for layer in layers:
+            assert relative_error(reader.array(layer, hook), wanted[hook, layer]) <= FP32_ROWS
+
+
+def test_long_captures_side_by_side_equal_the_reference(long: Host, reference: Reference) -> None:
+    """In steps of 96 tokens, generated tokens beside prompts; every layout; one as scratch rows that are converted."""
+    layouts = ["auto", "packed", "per_file", "segment", "auto", "auto"]
+    jobs = [wide(long, n, 200 + 7 * n, 12 + n, layout=layout) for n, layout in enumerate(layouts)]
+    answers = long.run(*jobs)
+    for job in jobs:
+        check(long, reference, job, answers[job.id])
+
+
+def test_a_prompt_served_by_the_prefix_cache_gets_its_kept_rows(long: Host, reference: Reference) -> None:
+    first, second = wide(long, 50, 230, 8), wide(long, 50, 230, 8)
+    for job in (first, second):
+        check(long, reference, job, long.run(job)[job.id])
+    (receipt,) = long.receipts(second)
+    assert receipt.files[0].reused > 0
+
+
+def test_one_that_ends_early_is_moved_together(long: Host, reference: Reference) -> None:
+    probe = wide(long, 60, 190, 40)
+    tokens = long.run(probe)[probe.id][0].token_ids
+    stop = tokens[5]
+    job = long.job(prompt_of(190, seed=60), max_tokens=40, capture=capture_of([], "all", sites=EVERYTHING), stop_token_ids=[stop])
+    outputs = long.run(job)[job.id]
+    assert len(outputs[0].token_ids) == tokens.index(stop) + 1
+    check(long, reference, job, outputs)
+
+
+def test_a_cancelled_one_leaves_no_file(long: Host) -> None:
+    job = wide(long, 70, 200, 100)
+    long.run_any(job, cancel_after={job.id: 20})
+    assert not [path for path in long.root.rglob("*") if path.is_file() and job.id in str(path)]
+
+
+@pytest.mark.parametrize(("seed", "fault"), [(80, "commit"), (90, "settle"), (100, "plan")])
+def test_a_failure_of_the_data_plane_leaves_the_engine_up(long: Host, reference: Reference, seed: int, fault: str) -> None:
+    long.call("midstream_fault", f"rpc,{fault}")
+    failed = wide(long, seed, 200, 4)
+    long.run(failed)  # generation goes on
+    (receipt,) = long.receipts(failed)
+    assert receipt.status == "error"
+    assert f"fault injected: {fault}" in receipt.message
+    long.call("midstream_fault", "")
+    fine = wide(long, seed + 1, 200, 4)
+    check(long, reference, fine, long.run(fine)[fine.id])
