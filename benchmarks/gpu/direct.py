@@ -51,13 +51,12 @@ class Direct:
     """`VllmEngine` with that, without asynchronous scheduling: the batches of a step follow from what was added before it alone."""
 
     def __init__(self, settings: Settings, extra: dict[str, Any]) -> None:
-        from midstream.workers.engine import vllm, vllm_options
+        from midstream.workers.engine import vllm
 
-        os.environ[engines.EXTRA] = json.dumps(extra)
+        os.environ[engines.EXTRA] = json.dumps(extra | {"async_scheduling": False})
         self._loop = asyncio.new_event_loop()
         self.engine = engines.direct_engine(settings)
         vllm.AsyncLLM = Stepped  # type: ignore[attr-defined, assignment, misc]
-        vllm.overlaps = vllm_options.overlaps = lambda *_: False
         self.wait(self.engine.start())
         self._llm: Stepped = self.engine._llm
         self.facts = engines.facts_of(self._llm)

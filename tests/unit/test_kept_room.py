@@ -35,4 +35,4 @@ def test_blocks_are_given_up_when_nothing_else_lets_requests_proceed(
     made._midstream_rows = SimpleNamespace(pending=False)
     made._midstream_finished, made._midstream_capturing, made._midstream_ends = {}, {}, []
     made.schedule()
-    assert asked == [False, True] if stuck else [False]
+    assert asked == ([False, True] if stuck else [False])
