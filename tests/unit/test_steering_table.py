@@ -18,7 +18,7 @@ from midstream.schemas.interventions import FAMILIES, PLACE, SCALARS, Family
 from midstream.schemas.source_runs import ZEROS, RunRow, row_name
 from midstream.schemas.specs import ONES, StoredSteering, steering_digest, steering_rows
 from midstream.workers.runner.steering_tables import RowTable
-from midstream.workers.runner.vector_pool import EntryPool, crc32_of
+from midstream.workers.runner.vector_pool import EntryPool, crc32_of, joined
 
 RNG = np.random.default_rng(7)
 V, W = RNG.normal(size=(2, HIDDEN)).astype(np.float32)
@@ -339,9 +339,9 @@ def test_rows_added_and_removed_in_any_order_fit_and_keep_their_content(history:
         free = CAPACITY - sum(map(entries_of, held.values()))
         if entries_of(content) > free:
             with pytest.raises(RuntimeError, match=f"{free} of {CAPACITY} free"):
-                pool.write(row, content)
+                pool.write(row, joined(content, HIDDEN, torch.float32, pinned=False))
         else:
-            pool.write(row, content)
+            pool.write(row, joined(content, HIDDEN, torch.float32, pinned=False))
             held[row] = content
         check(pool, buffers, held)
     for row in list(held):
@@ -385,10 +385,12 @@ def test_gaps_are_closed_only_when_a_row_would_not_fit_behind_the_last() -> None
     buffers = make_buffers(SITES, capacity=1, configurations=ROWS, entries=CAPACITY)
     pool = EntryPool(buffers)
     for row in (1, 2, 3):
-        pool.write(row, {(0, PLACE["lowrank"]): (torch.full((8, HIDDEN), float(row)), torch.zeros(8, SCALARS))})
+        eight = {(0, PLACE["lowrank"]): (torch.full((8, HIDDEN), float(row)), torch.zeros(8, SCALARS))}
+        pool.write(row, joined(eight, HIDDEN, torch.float32, pinned=False))
     pool.erase(2)
     assert int(buffers.site_rows[0, PLACE["lowrank"], 3]) == 17
-    pool.write(4, {(1, PLACE["add"]): (torch.full((1, HIDDEN), 4.0), torch.zeros(1, SCALARS))})
+    one = {(1, PLACE["add"]): (torch.full((1, HIDDEN), 4.0), torch.zeros(1, SCALARS))}
+    pool.write(4, joined(one, HIDDEN, torch.float32, pinned=False))
     assert int(buffers.site_rows[0, PLACE["lowrank"], 3]) == 9
     assert int(buffers.site_rows[1, PLACE["add"], 4]) == 17
 

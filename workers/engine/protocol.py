@@ -89,10 +89,13 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Load the model; may take a minute. Raises MidstreamError("engine_failed")."""
 
-    async def hold_vectors(self, names: Sequence[str], fetch: Fetch, *, pinned: bool = False) -> None:
+    async def hold_vectors(
+        self, names: Sequence[str], fetch: Fetch, *, pinned: bool = False, users: Sequence[list[StoredSteering]] = ()
+    ) -> None:
         """Load all of these tensors on every rank, and keep them there until `release_vectors` with the same names.
 
-        `pinned`: for modules and global steering, outside the cache's budget. Raises MidstreamError("intervention_failed")
+        `pinned`: for modules and global steering, outside the cache's budget. `users`: the steering of requests that will use
+        them soon, so that ranks can lay it out ahead. Raises MidstreamError("intervention_failed")
         naming rank and reason, and Quarantined; a call that raises, or is cancelled, holds nothing.
         """
 

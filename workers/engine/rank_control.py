@@ -9,7 +9,7 @@ import msgspec
 
 from ...schemas.errors import MidstreamError
 from ...schemas.settings import Settings
-from ...schemas.specs import RankSpec, steering_rows
+from ...schemas.specs import RankSpec, StoredSteering, steering_rows
 from ...schemas.steering import GlobalSteering, RankApplied, RankSteering
 from .admission import RowAdmission, RowDemand
 from .collective import Quarantined, Ranks, Refused, Undo
@@ -42,9 +42,11 @@ class RankControl(ABC):
     def waiting(self) -> int:
         return self._rows.waiting
 
-    async def hold_vectors(self, names: Sequence[str], fetch: Fetch, *, pinned: bool = False) -> None:
+    async def hold_vectors(
+        self, names: Sequence[str], fetch: Fetch, *, pinned: bool = False, users: Sequence[list[StoredSteering]] = ()
+    ) -> None:
         if names:
-            await self._vectors.hold(names, fetch, pinned=pinned)
+            await self._vectors.hold(names, fetch, pinned=pinned, users=users)
 
     async def release_vectors(self, names: Sequence[str], *, pinned: bool = False) -> None:
         self._vectors.release(names, pinned=pinned)

@@ -4,9 +4,14 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
+from ...schemas.base import to_msgpack
+from ...schemas.specs import StoredSteering
 from ...schemas.tensors import Tensor
 from .collective import Ranks, Undo, unbroken
 from .protocol import Fetch
+
+#: Of so many requests that will use what is sent, the ranks lay out the steering ahead.
+_USERS = 64
 
 
 class RankVectors:
@@ -22,8 +27,8 @@ class RankVectors:
         self._pinned: Counter[str] = Counter()
         self._lock = asyncio.Lock()
 
-    async def hold(self, names: Sequence[str], fetch: Fetch, *, pinned: bool = False) -> None:
-        """All of `names` on every rank, until `release`.
+    async def hold(self, names: Sequence[str], fetch: Fetch, *, pinned: bool = False, users: Sequence[list[StoredSteering]] = ()) -> None:
+        """All of `names` on every rank, until `release`. What is sent takes along the steering of `users`.
 
         Raises MidstreamError("intervention_failed") when a rank refuses; what other ranks took is rolled back.
         """
@@ -35,7 +40,7 @@ class RankVectors:
                 if name not in self._sizes and name not in missing:  # evicted meanwhile
                     missing[name] = await fetch(name)
             if missing:
-                await unbroken(self._send(missing, keep=set(wanted), counted=not pinned))
+                await unbroken(self._send(missing, keep=set(wanted), counted=not pinned, users=users))
             holders = self._pinned if pinned else self._held
             for name in wanted:
                 holders[name] += 1
@@ -55,12 +60,13 @@ class RankVectors:
         self._held.clear()
         self._pinned.clear()
 
-    async def _send(self, tensors: dict[str, Tensor], keep: set[str], counted: bool) -> None:
+    async def _send(self, tensors: dict[str, Tensor], keep: set[str], counted: bool, users: Sequence[list[StoredSteering]]) -> None:
         sizes = {name: len(tensor.data) for name, tensor in tensors.items()}
         await self._evict(sum(sizes.values()) if counted else 0, keep)
         payload = {name: {"dtype": t.dtype, "shape": t.shape, "data": t.data} for name, t in tensors.items()}
+        distinct = list(dict.fromkeys(map(to_msgpack, users[:_USERS])))
         await self._ranks.apply(
-            "sending vectors", "midstream_put_vectors", payload, undo=Undo("midstream_drop_vectors", (sorted(tensors),))
+            "sending vectors", "midstream_put_vectors", payload, distinct, undo=Undo("midstream_drop_vectors", (sorted(tensors),))
         )
         self._sizes.update(sizes)
 

@@ -12,7 +12,7 @@ import torch
 from ...kernels import idle_sites
 from .graph_families import capture_both_families, dispatch_by_family
 from .quarantine import attach_found
-from .scheduler import ends, finishes, keeping, load
+from .scheduler import ends, finishes, keeping, load, waiting
 from .step import NewRequest, RequestRows, StepView
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class _Adapter:
                 keeping(scheduler_output),
                 _resumed(scheduler_output),
                 ends(scheduler_output),
+                waiting(scheduler_output),
             )
             idle = self.midstream.choose(_windows(scheduler_output))
         return idle_sites(idle)

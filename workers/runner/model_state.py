@@ -126,7 +126,7 @@ class RankState:
         # Positions that are listed are cut to each prompt; alone each of these entries must be possible.
         listed = [steering_rows([entry.stored([0])])[0] for entry in steering.entries if isinstance(entry.positions, list)]
         for row in rows + listed:
-            self._table.content(row)
+            self._table.prepared.get(row)
 
     def commit_global(self, steering: GlobalSteering) -> None:
         """Make it the global steering: its rows stay written until the next commit. New rows are acquired before old ones are released."""

@@ -20,9 +20,10 @@ import torch
 from ...broker.receipts.curve import client_keys
 from ...broker.receipts.outbox import Outbox
 from ...kernels.plan import ROWS_PER_TOKEN
+from ...schemas.base import from_msgpack
 from ...schemas.faults import arm
 from ...schemas.selectors import select
-from ...schemas.specs import RankSpec, columns_of, steering_rows, touched
+from ...schemas.specs import RankSpec, StoredSteering, columns_of, steering_rows, touched
 from ...schemas.version import __version__
 from ...storage.file_store import scratch
 from ...storage.store import open_store
@@ -38,6 +39,7 @@ from .model_state import RankState
 from .mover import Mover, use_device
 from .overload import Overload
 from .planner import Planner, Tracked
+from .prepared_rows import rows_of
 from .reentry import Reentry, ReentryGate
 from .reports import Reports
 from .row_index import Keeping, KeptBlock
@@ -87,6 +89,7 @@ class DataPlane:
         self.actions = ActionLedger(self.faults.of_action)
         self.runs = RunStore(open_store(config.capture_root), sites, self._hidden_size, self.faults.of_run)
         self._table = RowTable(sites, buffers, VectorStore(), self.runs, self.faults.of_row)
+        self._table.prepared.start()
         self._rows = HeldRows(self._table, self.actions)
         self.rank_state = RankState(sites, num_layers, self._table, self.actions, lambda: self._step)
         queue_bytes = config.capture_queue_mib << 20
@@ -152,6 +155,11 @@ class DataPlane:
                 self._close(tracked, finish.token_ids, num_tokens)
         elif key in self._live:
             self._ends[key] = num_tokens
+
+    def expect(self, users: list[bytes]) -> None:
+        """Lay out steering that requests will have soon, in a thread: each a packed `list[StoredSteering]`."""
+        for raw in users:
+            self._table.prepared.expect(lambda raw=raw: steering_rows(from_msgpack(raw, list[StoredSteering])))  # type: ignore[misc]
 
     def restart(self) -> None:
         """Reset: no rows, tensors, source runs or steering state, and an empty ledger in its next epoch.
@@ -219,6 +227,7 @@ class DataPlane:
 
     def close(self) -> None:
         """Write and send what is pending, then stop."""
+        self._table.prepared.close()
         self._writer.close()
         self._mover.close()
         self._outbox.flush(FLUSH_S)
@@ -234,11 +243,13 @@ class DataPlane:
         keeping: Keeping | None = None,
         resumed: dict[str, int] | None = None,
         ends: Sequence[tuple[str, int]] = (),
+        waiting: Sequence[dict[str, Any]] = (),
     ) -> None:
         """Requests that ended before this step, then new ones: rows are released before they are acquired.
 
         `preempted`: requests that lost their KV cache before this step; their rows stay recorded. `resumed`: those that go on
-        now → tokens that the prefix cache serves them. `ends`: what `end` takes.
+        now → tokens that the prefix cache serves them. `ends`: what `end` takes. `waiting`: specs of requests that will
+        come in a later step.
         """
         self._keeping = keeping
         self._step += 1
@@ -255,6 +266,8 @@ class DataPlane:
             self.end(key, num_tokens)
         if new and not self._tracked:
             self._schedule = 0
+        for spec in waiting:
+            self._table.prepared.expect(partial(rows_of, spec))
         for request in new:
             if request.id in self._tracked:  # in the v2 runner a resumed request arrives as new
                 self._check_cached(self._tracked[request.id], request.cached_tokens)

@@ -27,6 +27,7 @@ _FINISHES = "midstream_finishes"
 _ENDS = "midstream_ends"
 _KEEPING = "midstream_keeping"
 _LOAD = "midstream_load"
+_WAITING = "midstream_waiting"
 
 #: Part of every hash that covers an intervention; a new one makes sure that no block of before is reused.
 _epoch = 0
@@ -57,6 +58,11 @@ def keeping(scheduler_output: Any) -> Keeping | None:
     return getattr(scheduler_output, _KEEPING, None)
 
 
+def waiting(scheduler_output: Any) -> list[dict[str, Any]]:
+    """Specs of steered requests that came since the last step and are not in this one: ranks can lay out their rows ahead."""
+    return getattr(scheduler_output, _WAITING, [])
+
+
 def load(scheduler_output: Any) -> Load:
     """Load of the engine in this step: sent to the ranks because they are polled anyway."""
     return Load(*getattr(scheduler_output, _LOAD, ()))
@@ -69,6 +75,7 @@ class _Midstream:
         super().__init__(*args, **kwargs)
         self._midstream_finished: dict[str, Finish] = {}
         self._midstream_ends: list[tuple[str, int]] = []
+        self._midstream_came: dict[str, dict[str, Any]] = {}  # steered requests that came since the last step → spec
         _accept_ends()
         self._midstream_capturing: dict[str, RankSpec] = {}  # live requests that capture prompt rows
         #: Live requests whose forward may begin at a higher layer → (their base's run, first position touched).
@@ -87,6 +94,8 @@ class _Midstream:
             self._midstream_capturing[request.request_id] = msgspec.convert(spec, RankSpec)
         if spec is not None and spec.get("entry") is not None:
             self._midstream_entering[request.request_id] = spec["entry"]["run"], max(spec.get("first_affected", -1), 0)
+        if spec is not None and spec.get("digest"):
+            self._midstream_came[request.request_id] = spec
         # vLLM hashes requests as they come in, in another thread: an epoch may have begun before it is their turn.
         if getattr(request, _HASHED_IN, _epoch) != _epoch:
             _hash_anew(request)
@@ -125,6 +134,10 @@ class _Midstream:
                 if request_id in self._midstream_finished
             }
             setattr(output, _FINISHES, told)
+        if self._midstream_came:
+            scheduled = output.num_scheduled_tokens
+            setattr(output, _WAITING, [spec for name, spec in self._midstream_came.items() if name not in scheduled])
+            self._midstream_came.clear()
         if self._midstream_ends:
             setattr(output, _ENDS, self._midstream_ends)
             self._midstream_ends = []

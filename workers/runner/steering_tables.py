@@ -1,6 +1,5 @@
 """Vectors of this rank, and the rows of its steering tables in use."""
 
-import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,9 +11,10 @@ from ...schemas.source_runs import ZEROS, is_row
 from ...schemas.specs import ONES, SteeringRow, StoredSteering
 from ...schemas.tensors import Tensor, content_hash, to_numpy
 from .actions import ActionLedger
+from .prepared_rows import PreparedRows
 from .sites import Buffers, Site
 from .source_runs import RunStore
-from .vector_pool import Content, EntryPool, crc32_of
+from .vector_pool import Content, EntryPool, Joined, joined
 
 
 class VectorStore:
@@ -49,9 +49,9 @@ class VectorStore:
 
     def get(self, name: str, shape: list[int]) -> torch.Tensor:
         """Raises LookupError when it was never sent to this rank, ValueError when it has another shape."""
-        if name not in self._vectors:
+        values = self._vectors.get(name)  # also asked by the thread that prepares rows
+        if values is None:
             raise LookupError(f"vector {name[:12]} is not on this rank")
-        values = self._vectors[name]
         if list(values.shape) != shape:
             raise ValueError(f"vector {name[:12]}: its shape is {list(values.shape)}; {shape} is needed")
         return values
@@ -77,6 +77,7 @@ class RowTable:
         self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
         self.vectors, self._runs = vectors, runs
         self._pool = EntryPool(buffers)
+        self.prepared = PreparedRows(self._joined, lambda name: name in (ZEROS, ONES) or name in vectors)
         self._free_rows = self._all_rows()
         self._rows: dict[str, int] = {}
         self._references: dict[str, int] = {}
@@ -109,17 +110,19 @@ class RowTable:
         if spec.key in self._rows:
             self._references[spec.key] += 1
             return self._rows[spec.key], None
-        content = self._faulty(self.content(spec))
+        what = self.prepared.get(spec)
+        if (content := self._faulty(what.content)) is not what.content:
+            what = self._join(content)
         if not self._free_rows:
             raise RuntimeError(f"all {self.used} steering rows are in use")
         row = self._free_rows[-1]
-        self._pool.write(row, content)
+        self._pool.write(row, what)
         self._free_rows.pop()
         self._rows[spec.key], self._references[spec.key] = row, 1
         self._sites[row] = np.zeros(len(self._numbers), dtype=bool)
         self._sites[row][[site for site, _ in content]] = True
         self._num_sites[row] = int(self._sites[row].sum())
-        return row, _crc32(content)
+        return row, what.crc32
 
     def release(self, key: str) -> bool:
         """Release one reference; True if the row became free (it is zeroed)."""
@@ -135,6 +138,7 @@ class RowTable:
     def clear(self) -> None:
         """Drop all rows, including held ones, and zero the buffers."""
         self._pool.clear()
+        self.prepared.clear()
         self._free_rows = self._all_rows()
         for of_rows in (self._rows, self._references, self._sites, self._num_sites):
             of_rows.clear()
@@ -146,6 +150,13 @@ class RowTable:
 
     def _all_rows(self) -> list[int]:
         return list(range(self._buffers.site_rows.shape[2] - 1, 0, -1))
+
+    def _joined(self, spec: SteeringRow) -> Joined:
+        return self._join(self.content(spec))
+
+    def _join(self, content: Content) -> Joined:
+        pool = self._buffers.pool
+        return joined(content, pool.shape[1], pool.dtype, pinned=pool.device.type != "cpu")
 
     def content(self, spec: SteeringRow) -> Content:
         """(site of this rank, family) → what the row's entries there hold: vectors in the pool's dtype, scalars float32.
@@ -219,17 +230,6 @@ def _replaced(before: Does, then: Does) -> Does:
 #: For each family that is `joined`, see `steering_rows`: a first and what follows it, as one.
 _JOINED = {"add": _added, "replace": _replaced}
 assert _JOINED.keys() == {family.name for family in FAMILIES if family.joined}
-
-
-def _crc32(content: Content) -> int:
-    """Of places and bytes."""
-    crc = 0
-    known: dict[int, int] = {}  # most sites of an entry hold the same
-    for place, held in content.items():
-        if id(held) not in known:
-            known[id(held)] = crc32_of(*held)
-        crc = zlib.crc32(f"{place} {known[id(held)]}".encode(), crc)
-    return crc
 
 
 class HeldRows:

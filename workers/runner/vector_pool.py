@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...schemas.interventions import SCALARS
 from .host_memory import locked_copy
 from .sites import Buffers
 
@@ -24,6 +25,55 @@ class _Extent(NamedTuple):
     family: int
     first: int
     entries: int
+
+
+class Joined(NamedTuple):
+    """A content as it is uploaded: its entries one behind the other, each once. Its tensors are on the CPU, and never change."""
+
+    content: Content
+    vectors: torch.Tensor  # [entries, hidden_size]
+    scalars: torch.Tensor  # [entries, SCALARS]
+    extents: tuple[_Extent, ...]  # `first` counts from 0
+    crc32: int  # of places and bytes
+
+    @property
+    def entries(self) -> int:
+        return len(self.vectors)
+
+    @property
+    def size(self) -> int:
+        """Bytes, of which the content holds as many again."""
+        return 2 * int(self.vectors.nbytes + self.scalars.nbytes)
+
+
+def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bool) -> Joined:
+    """`hidden_size`, `dtype`: of the pool. `pinned`: for uploads that wait for nothing."""
+    places: dict[int, list[tuple[int, int]]] = {}  # of what is held: where; many sites hold the same, and it is written once
+    held: dict[int, Held] = {}
+    for place, what in content.items():
+        held[id(what)] = what
+        places.setdefault(id(what), []).append(place)
+    vectors, scalars = torch.empty(0, hidden_size, dtype=dtype), torch.empty(0, SCALARS)
+    if held:
+        vectors, scalars = (torch.cat(parts) for parts in zip(*held.values(), strict=True))
+    if pinned:
+        vectors, scalars = vectors.pin_memory(), scalars.pin_memory()
+    extents, first = [], 0
+    for name, (mine, _) in held.items():
+        extents += [_Extent(site, family, first, len(mine)) for site, family in places[name]]
+        first += len(mine)
+    return Joined(content, vectors, scalars, tuple(extents), _crc32(content))
+
+
+def _crc32(content: Content) -> int:
+    """Of places and bytes."""
+    crc = 0
+    known: dict[int, int] = {}  # most sites of an entry hold the same
+    for place, held in content.items():
+        if id(held) not in known:
+            known[id(held)] = crc32_of(*held)
+        crc = zlib.crc32(f"{place} {known[id(held)]}".encode(), crc)
+    return crc
 
 
 class EntryPool:
@@ -42,28 +92,19 @@ class EntryPool:
         """Entries in use."""
         return self._used
 
-    def write(self, row: int, content: Content) -> None:
+    def write(self, row: int, what: Joined) -> None:
         """Put what a row does into free entries. Raises RuntimeError when there are too few; then nothing is changed."""
-        places: dict[int, list[tuple[int, int]]] = {}  # of what is held: where; many sites hold the same, and it is written once
-        held: dict[int, Held] = {}
-        for place, what in content.items():
-            held[id(what)] = what
-            places.setdefault(id(what), []).append(place)
-        needed = sum(vectors.shape[0] for vectors, _ in held.values())
+        needed = what.entries
         if self._used + needed > self._capacity:
             raise RuntimeError(f"{needed} steering entries needed, {self._capacity - self._used} of {self._capacity} free")
         if self._end + needed > 1 + self._capacity:
             self._close_gaps()
         self._runs[row] = []
-        if not content:  # all its layers are on other stages
+        if not needed:  # all its layers are on other stages
             return
-        vectors, scalars = next(iter(held.values()))
-        if len(held) > 1:
-            vectors, scalars = (torch.cat(parts) for parts in zip(*held.values(), strict=True))
-        self._put(self._end, vectors, scalars)  # one copy for all sites
-        for name, (mine, _) in held.items():
-            self._runs[row] += [_Extent(site, family, self._end, mine.shape[0]) for site, family in places[name]]
-            self._end += mine.shape[0]
+        self._put(self._end, what.vectors, what.scalars)  # one copy for all sites
+        self._runs[row] = [extent._replace(first=self._end + extent.first) for extent in what.extents]
+        self._end += needed
         self._used += needed
         self._name(row)
 
@@ -136,7 +177,7 @@ class EntryPool:
         """On the device, without waiting for the forward that runs there."""
         if values.device.type == self._device.type:
             return values
-        return locked_copy(values).to(self._device, non_blocking=True)
+        return (values if values.is_pinned() else locked_copy(values)).to(self._device, non_blocking=True)
 
 
 def crc32_of(*tensors: torch.Tensor, crc: int = 0) -> int:

@@ -97,8 +97,14 @@ class MidstreamWorker(PlatformWorker):
 
     # Calls that change something return (ok, reason); a rank that refuses has changed nothing.
 
-    def midstream_put_vectors(self, vectors: dict[str, Any]) -> tuple[bool, str]:
-        return self._answer("put_vectors", lambda plane: plane.rank_state.put_vectors(msgspec.convert(vectors, dict[str, Tensor])))
+    def midstream_put_vectors(self, vectors: dict[str, Any], users: list[bytes]) -> tuple[bool, str]:
+        """`users`: the steering of requests that will use them, each a packed `list[StoredSteering]`: it is laid out ahead."""
+
+        def put(plane: DataPlane) -> None:
+            plane.rank_state.put_vectors(msgspec.convert(vectors, dict[str, Tensor]))
+            plane.expect(users)
+
+        return self._answer("put_vectors", put)
 
     def midstream_drop_vectors(self, names: list[str]) -> tuple[bool, str]:
         """Refused if a module or global steering needs one of them."""

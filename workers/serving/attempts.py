@@ -231,7 +231,7 @@ class Attempts:
         own = {name for entries in job.steering for entry in entries for name in entry.tensors}
         names = sorted({name for name in own if not is_row(name) and name != ZEROS} | set(attempt.lease.steering.tensors))
         async with self.sources.holding(job.id, runs_named(own), job.runs):
-            await self._engine.hold_vectors(names, self._fetch)
+            await self._engine.hold_vectors(names, self._fetch, users=job.steering)
             try:
                 attempt.check()
                 async with asyncio.TaskGroup() as group:
