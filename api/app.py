@@ -21,7 +21,7 @@ from .web.auth import authorize
 from .web.body import JsonRequest
 from .web.hosts import well_called
 from .web.middleware import App
-from .web.request_context import changes_something
+from .web.request_context import awaits_log
 
 VERSION_HEADER = "x-midstream-version"
 
@@ -61,7 +61,7 @@ def make_app(settings: Settings) -> App:
 
     async def keep(response: Response[Any]) -> Response[Any]:
         """Confirm acceptances and changes only once they survive a kill of Redis; otherwise answer `unavailable`."""
-        if changes_something():
+        if awaits_log():
             await app.state.context.ledger.written()
         return response
 

@@ -12,7 +12,7 @@ import msgspec
 from litestar import Request
 
 from ..broker.artifacts.retention import Usage
-from ..broker.ledger.jobs import Ledger, new_job_id
+from ..broker.ledger.jobs import Ledger, Outcome, new_job_id
 from ..broker.ledger.keys import Keys
 from ..broker.ledger.scripts import stored_tags
 from ..broker.ledger.source_runs import SourceRuns
@@ -211,36 +211,64 @@ class AppContext:
 
     # --- Waiting ---
 
-    async def wait(
+    async def outcome(
         self,
         job_id: str,
         until: Callable[[JobView], bool],
         seconds: float,
         *,
-        patient: bool = False,
+        quiet: Collection[str] = (),
+        known: int = 0,
+    ) -> Outcome:
+        """The job, with its result, as soon as `until` holds of it, or as it is after `seconds` (or when the server stops).
+
+        Goes on while Redis restarts. `quiet`, `known`: see `_look`.
+        """
+        return await self._look(job_id, self.ledger.outcome, until, seconds, patient=True, quiet=quiet, known=known)
+
+    async def wait(
+        self, job_id: str, until: Callable[[JobView], bool], seconds: float, *, patient: bool = False, held_key: HeldKey = ALWAYS
+    ) -> JobView:
+        """As `outcome`, without the result.
+
+        Raises `unauthorized` when `held_key` is over.
+        """
+
+        async def view(job_id: str) -> Outcome:
+            return Outcome(await self.ledger.view(job_id))
+
+        return (await self._look(job_id, view, until, seconds, patient=patient, held_key=held_key)).view
+
+    async def _look(
+        self,
+        job_id: str,
+        read: Callable[[str], Awaitable[Outcome]],
+        until: Callable[[JobView], bool],
+        seconds: float,
+        *,
+        patient: bool,
         quiet: Collection[str] = (),
         known: int = 0,
         held_key: HeldKey = ALWAYS,
-    ) -> JobView:
-        """The job as soon as `until` holds of it, or as it is after `seconds` (or when the server stops).
+    ) -> Outcome:
+        """What `read` gives once `until` holds of it, or after `seconds`.
 
         `known`: the version up to which `until` does not hold, where that is known: then nobody looks before there is a later one.
         `quiet`: states for whose coming `until` need not be asked, see `Watcher.changed`.
-        Raises `not_found`; `unauthorized` when `held_key` is over;
-        `unavailable` when Redis stays away longer than a restart takes, or (unless `patient`) is away
-        at the beginning.
+        Raises `not_found`; `unavailable` when Redis stays away longer than a restart takes, or (unless `patient`) is away at the
+        beginning.
         """
         deadline = time.monotonic() + min(seconds, self.settings.max_wait_s)
         if known and seconds > 0 and not self.closing:
             await self.or_closing(self.watcher.changed(job_id, known, deadline - time.monotonic(), quiet), held_key)
         while True:
             held_key.check()
-            view = await (self.patiently(lambda: self.ledger.view(job_id)) if patient else self.ledger.view(job_id))
+            outcome = await (self.patiently(lambda: read(job_id)) if patient else read(job_id))
             patient = True
             left = deadline - time.monotonic()
-            if until(view) or left <= 0 or self.closing:
-                return view
-            await self.or_closing(self.watcher.changed(job_id, view.version, left, quiet), held_key)
+            if until(outcome.view) or left <= 0 or self.closing:
+                return outcome
+            await self.or_closing(self.watcher.changed(job_id, outcome.view.version, left, quiet), held_key)
 
     async def patiently(self, read: Callable[[], Awaitable[T]]) -> T:
         """`read`, repeated while Redis restarts."""

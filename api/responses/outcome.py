@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 from litestar import Response
 
+from ...broker.ledger.jobs import Outcome
 from ...schemas.errors import MidstreamError, Problem
 from ...schemas.jobs import TERMINAL, JobResult, JobView, State
 from ..context import AppContext
@@ -12,8 +13,10 @@ from ..web import problems
 from ..web.body import JsonRequest
 from ..web.problems import JOB_HEADER
 
-#: States that end the wait for a result.
+#: Changes that cannot end the wait for a job's outputs.
 UNDER_WAY = frozenset({"queued", "running"})
+#: Changes that cannot end the wait for a job's end: `generated` when only receipts are awaited.
+LIVE = UNDER_WAY | {"generated"}
 #: The version of a job that was accepted and nothing more: it is queued.
 ACCEPTED = 1
 #: Seconds until it is worth looking again at a job that is not over.
@@ -75,10 +78,12 @@ async def result_of(context: AppContext, job_id: str) -> JobResult:
     return await context.patiently(lambda: context.ledger.result(job_id))
 
 
-async def finished(request: JsonRequest, context: AppContext, view: JobView, headers: dict[str, str] | None = None) -> Response[Any]:
+async def finished(request: JsonRequest, context: AppContext, outcome: Outcome, headers: dict[str, str] | None = None) -> Response[Any]:
     """The answer for a job that is over: 200 with its result, or its problem with its status."""
+    view = outcome.view
     headers = {JOB_HEADER: view.id, "Location": job_url(context, view.id), **(headers or {})}
     problem = failure_of(view)
     if problem is not None:
         return failed(request, problem, headers)
-    return Response(await result_of(context, view.id), status_code=200, headers={**headers, "ETag": etag(view.version)})
+    result = outcome.result or await result_of(context, view.id)
+    return Response(result, status_code=200, headers={**headers, "ETag": etag(view.version)})

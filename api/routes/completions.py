@@ -21,7 +21,7 @@ from ..context import context_of, unless_client_leaves
 from ..resolve.request_parsing import ParsedRequest, parse_chat, parse_completion
 from ..responses import events, openai_shapes
 from ..responses.openai_shapes import Shape
-from ..responses.outcome import ACCEPTED, UNDER_WAY, accepted, failed, failure_of, is_over, job_url, result_of
+from ..responses.outcome import ACCEPTED, LIVE, UNDER_WAY, accepted, failed, failure_of, is_over, job_url, result_of
 from ..responses.streaming import Streamed
 from ..web import problems
 from ..web.auth import caller_of
@@ -68,21 +68,22 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, parsed: ParsedReque
         )
         return Stream(streamed.body(), media_type=events.MEDIA_TYPE, headers={**events.HEADERS, **headers}, status_code=200)
     try:
-        known = ACCEPTED
+        known, quiet = ACCEPTED, LIVE if hold or parsed.steering else UNDER_WAY
         while True:
-            held = context.wait(job_id, until, context.settings.max_wait_s, patient=True, quiet=UNDER_WAY, known=known)
-            view, known = await unless_client_leaves(request, held), 0
+            held = context.outcome(job_id, until, context.settings.max_wait_s, quiet=quiet, known=known)
+            outcome, known = await unless_client_leaves(request, held), 0
+            view = outcome.view
             if not until(view):
                 return accepted(context, view, headers)
             problem = failure_of(view) if is_over(view) else None
             if problem is not None:
                 return failed(request, problem, headers)
-            result = await result_of(context, job_id)
+            result = outcome.result or await result_of(context, job_id)
             if is_over(view) or len(result.outputs) == len(parsed.prompts):
                 break  # else its worker died in between and the outputs went with the attempt
     except MidstreamError as error:  # the job is accepted all the same: say where it is
         return problems.answer(request, error.problem(instance=job_url(context, job_id)), {**headers, "x-should-retry": "false"})
-    released(request, view)
+    released(request, outcome)
     more = openai_shapes.extras(result, asked(view), is_over(view))
     return Response(openai_shapes.whole(shape, result, created, more), status_code=200, headers=headers)
 

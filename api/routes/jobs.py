@@ -8,13 +8,14 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import HeaderParameter, JSONBody, PathParameter, QueryParameter
 from litestar.response import Stream
 
+from ...broker.ledger.jobs import Outcome
 from ...schemas.errors import MidstreamError, Problem
 from ...schemas.jobs import JobPage, JobRequest, JobResult, JobView, State
 from ...schemas.limits import MAX_HEADER, MAX_IDEMPOTENCY_KEY, MAX_NAME, MAX_PAGE, MAX_TAG, MAX_WAIT_S
 from ..context import AppContext, context_of, unless_client_leaves
 from ..resolve.request_parsing import parse_job
 from ..responses import events
-from ..responses.outcome import ACCEPTED, UNDER_WAY, accepted, etag, finished, is_over, job_url, matches, not_ready
+from ..responses.outcome import ACCEPTED, LIVE, accepted, etag, finished, is_over, job_url, matches, not_ready
 from ..web import problems
 from ..web.auth import caller_of, seen, tenant_asked
 from ..web.body import JsonRequest
@@ -80,12 +81,12 @@ async def answer_submission(request: JsonRequest, context: AppContext, job_id: s
     seconds = preferred_wait(prefer)
     headers = {} if seconds is None else {"Preference-Applied": f"wait={seconds:.0f}"}
     try:
-        held = context.wait(job_id, is_over, seconds or 0.0, patient=True, quiet=UNDER_WAY, known=ACCEPTED)
-        view = await unless_client_leaves(request, held)
-        if not (seconds and is_over(view)):
-            return accepted(context, view, headers)
-        released(request, view)
-        return await finished(request, context, view, headers)
+        held = context.outcome(job_id, is_over, seconds or 0.0, quiet=LIVE, known=ACCEPTED)
+        outcome = await unless_client_leaves(request, held)
+        if not (seconds and is_over(outcome.view)):
+            return accepted(context, outcome.view, headers)
+        released(request, outcome)
+        return await finished(request, context, outcome, headers)
     except MidstreamError as error:  # the job is accepted all the same: say where it is
         return problems.answer(
             request, error.problem(instance=job_url(context, job_id)), {"Location": job_url(context, job_id), "x-should-retry": "false"}
@@ -163,7 +164,7 @@ async def job_result(job_id: JobId, request: JsonRequest) -> Response[JobResult]
     if not is_over(view):
         raise not_ready(view)
     await context.ledger.written()
-    return await finished(request, context, view)
+    return await finished(request, context, Outcome(view))
 
 
 @post(

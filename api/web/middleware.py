@@ -13,11 +13,11 @@ from typing import Any
 import anyio
 from litestar import Litestar, Request
 
+from ...broker.ledger.jobs import Outcome
 from ...broker.ops import logs, metrics, traces
 from ...broker.ops.traces import Span
 from ...schemas.base import now
 from ...schemas.errors import MidstreamError
-from ...schemas.jobs import JobView
 from ...schemas.keys import Caller
 from ...schemas.version import __version__
 from . import problems, request_context
@@ -36,12 +36,13 @@ QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 STOP_S = 3.0
 
 
-def released(request: Request[Any, Any, Any], view: JobView) -> None:
-    """A response that was held is answered now: the job has come as far as its caller wanted."""
-    call = request_context.CURRENT.get()
+def released(request: Request[Any, Any, Any], outcome: Outcome) -> None:
+    """A response that was held is answered now, with this: the job has come as far as its caller wanted."""
+    view, call = outcome.view, request_context.CURRENT.get()
     if call is not None:
         metrics.RELEASE.labels(request.scope["path_template"]).observe(time.perf_counter() - call.began)
         at = now()
+        call.written = outcome.written and outcome.result is not None
         traces.record("release", call.span.traceparent, view.finished or view.generated or at, at, job=view.id, state=view.state.value)
 
 

@@ -19,6 +19,7 @@ class Call:
     job: str = ""  # the id under which a job is being accepted
     url: str = ""  # where the job is found
     accepted: bool = False  # whether the ledger has confirmed it
+    written: bool = False  # whether all that the answer says is known to survive a kill of Redis
 
 
 CURRENT: ContextVar[Call | None] = ContextVar("midstream_call", default=None)
@@ -30,10 +31,10 @@ def traceparent() -> str:
     return call.span.traceparent if call is not None else ""
 
 
-def changes_something() -> bool:
-    """Whether the call that is being answered may have accepted or changed anything."""
+def awaits_log() -> bool:
+    """Whether the answer may confirm a change that Redis has not written to its log."""
     call = CURRENT.get()
-    return call is not None and call.method in TRACED
+    return call is not None and call.method in TRACED and not call.written
 
 
 def accepting(job_id: str, url: str) -> None:

@@ -54,6 +54,12 @@ class Barrier:
         return bool(persistence["aof_current_size"] >= self._size)
 
 
+def persistence_in(info: bytes) -> dict[str, Any]:
+    """What `Barrier.passed` takes, from the text of `INFO persistence` as a script returns it."""
+    pairs = (line.split(":", 1) for line in info.decode().splitlines() if ":" in line)
+    return {name: int(value) if value.isdigit() else value for name, value in pairs}
+
+
 class AofBarrier:
     """The barrier over a redis.asyncio client: `await barrier()`. Belongs to the client's event loop."""
 

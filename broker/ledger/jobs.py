@@ -28,7 +28,7 @@ from ...schemas.tensors import Tensor
 from ...schemas.version import __version__
 from ..ops import redis_availability
 from . import scripts, views
-from .aof_barrier import AofBarrier
+from .aof_barrier import AofBarrier, Barrier, persistence_in
 from .auto_pipeline import PipelinedRedis
 from .memory_pressure import MemoryPressure
 from .tenants import Tenants, limits_of, refusal
@@ -49,7 +49,10 @@ RETRIES = 3
 #: Jobs read per query while filling a filtered page, and in total for one page.
 PAGE_CHUNK, PAGE_SCAN = 100, 5000
 #: The parts of a result, a consistent snapshot: fields of the record, outputs, receipts.
-RESULT = "return {redis.call('HMGET', KEYS[1], unpack(ARGV)), redis.call('GET', KEYS[2]), redis.call('HVALS', KEYS[3])}"
+RESULT = (
+    "return {redis.call('HMGET', KEYS[1], unpack(ARGV)), redis.call('GET', KEYS[2]), redis.call('HVALS', KEYS[3]), "
+    "redis.call('INFO', 'persistence')}"
+)
 #: Crockford's base 32: no letter that reads like a digit.
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
@@ -58,6 +61,14 @@ class Claim(NamedTuple):
     job: Job
     attempt: int  # the fencing token, carried by every report of the worker about the job
     queued: float  # when it began to wait, in seconds since the epoch
+
+
+class Outcome(NamedTuple):
+    """A job as it was at one moment."""
+
+    view: JobView
+    result: JobResult | None = None  # None: not read, deleted, or of a sweep; see `Ledger.result`
+    written: bool = False  # known to survive a kill of Redis
 
 
 class ClaimRefused(MidstreamError):
@@ -333,27 +344,38 @@ class Ledger:
         return view
 
     @reachable
+    async def outcome(self, job_id: str) -> Outcome:
+        """The job with its result, and whether Redis has logged both, in one round trip. Raises not_found."""
+        names = [f"ms:{kind}:{job_id}" for kind in ("job", "out", "ticket")]
+        values, outputs, receipts, persistence = await self._result(keys=names, args=views.FIELDS)
+        view = views.view(job_id, values, self.settings)
+        if view is None:
+            raise not_found(job_id)
+        written = Barrier().passed(persistence_in(persistence))
+        if view.state is State.EXPIRED or view.kind == "sweep":
+            return Outcome(view, written=written)
+        return Outcome(view, views.result(view, values, outputs, receipts, self.settings), written)
+
+    @reachable
     async def result(self, job_id: str) -> JobResult:
         """Outputs, captures and determinism as far as they are known; `state` shows whether the job is over.
 
         Raises not_found, and gone after the retention time.
         """
-        names = [f"ms:{kind}:{job_id}" for kind in ("job", "out", "ticket")]
-        values, outputs, receipts = await self._result(keys=names, args=views.FIELDS)
-        view = views.view(job_id, values, self.settings)
-        if view is None:
-            raise not_found(job_id)
+        view, result, _ = await self.outcome(job_id)
         if view.state is State.EXPIRED:
             raise MidstreamError("gone", f"the result of job {job_id} was deleted after {self.settings.result_ttl_s} s")
-        if view.kind != "sweep":
-            return views.result(view, values, outputs, receipts, self.settings)
+        if result is not None:
+            return result
         async with self.redis.pipeline(transaction=True) as pipe:
-            pipe.hget(f"ms:job:{job_id}", "spec").hvals(f"ms:units:{job_id}").hvals(f"ms:ticket:{job_id}")
-            spec, units, receipts = await pipe.execute()
-        if spec is None or (sweep := (await self._decode_job(job_id, spec)).sweep) is None:
+            job = f"ms:job:{job_id}"
+            pipe.hmget(job, views.FIELDS).hget(job, "spec").hvals(f"ms:units:{job_id}").hvals(f"ms:ticket:{job_id}")
+            values, spec, units, receipts = await pipe.execute()
+        swept = views.view(job_id, values, self.settings)
+        if swept is None or spec is None or (sweep := (await self._decode_job(job_id, spec)).sweep) is None:
             raise not_found(job_id)
         records = {record.unit: record for record in map(unit_decoder.decode, units)}
-        return views.result(view, values, outputs, receipts, self.settings, (sweep, records))
+        return views.result(swept, values, None, receipts, self.settings, (sweep, records))
 
     @reachable
     async def list(

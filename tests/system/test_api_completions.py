@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import openai
 import pytest
+import redis
 from edge import MODEL, WORDS, Api, Hand, running
 
 from midstream import returned_rows
@@ -181,6 +182,38 @@ def test_capture_wait_holds_the_answer_until_every_rank_and_prompt_has_reported(
     assert determinism["consistent"] is True
     assert [len(stage["ranks"]) for stage in determinism["stages"]] == [4, 4]
     hand.close()
+
+
+@pytest.mark.parametrize("wish", [{"capture": CAPTURE, "capture_wait": True}, {"steering": [{"layers": 1, "vector": VECTOR}]}])
+def test_a_held_answer_costs_one_round_trip_once_the_job_has_ended(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor, redis_url: str, wish: dict[str, Any]
+) -> None:
+    """State, result and whether Redis has logged them come together; stored outputs, with receipts missing, wake nobody."""
+    client = redis.Redis.from_url(redis_url)
+    asked = pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello", **wish})
+    claim = hand.claim_next()
+    time.sleep(0.3)  # the acceptance has its own barrier
+    seen: list[str] = []
+    with client.monitor() as monitor:
+
+        def watch() -> None:
+            for command in monitor.listen():
+                if command["client_type"] != "lua":
+                    seen.append(command["command"])
+                if "the end" in command["command"]:
+                    return
+
+        watching = pool.submit(watch)
+        hand.store(claim)
+        time.sleep(0.3)
+        assert not [command for command in seen if command.startswith(("HMGET", "INFO")) or f"ms:out:{claim.job.id} ms:t" in command]
+        hand.receipts(claim)
+        assert asked.result().status_code == 200
+        client.echo("the end")
+        watching.result()
+    reads = [command for command in seen if f"ms:out:{claim.job.id} ms:ticket" in command]
+    assert len(reads) == 1, seen
+    assert not [command for command in seen if command.startswith(("HMGET", "INFO"))], seen
 
 
 def test_without_capture_wait_the_response_links_to_the_capture(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
