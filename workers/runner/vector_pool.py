@@ -30,7 +30,7 @@ class _Extent(NamedTuple):
 class Joined(NamedTuple):
     """A content as it is uploaded: its entries one behind the other, each once. Its tensors are on the CPU, and never change."""
 
-    content: Content
+    content: Content  # parts of the tensors below
     vectors: torch.Tensor  # [entries, hidden_size]
     scalars: torch.Tensor  # [entries, SCALARS]
     extents: tuple[_Extent, ...]  # `first` counts from 0
@@ -42,8 +42,8 @@ class Joined(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes, of which the content holds as many again."""
-        return 2 * int(self.vectors.nbytes + self.scalars.nbytes)
+        """Bytes."""
+        return int(self.vectors.nbytes + self.scalars.nbytes)
 
 
 def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bool) -> Joined:
@@ -53,16 +53,20 @@ def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bo
     for place, what in content.items():
         held[id(what)] = what
         places.setdefault(id(what), []).append(place)
-    vectors, scalars = torch.empty(0, hidden_size, dtype=dtype), torch.empty(0, SCALARS)
-    if held:
-        vectors, scalars = (torch.cat(parts) for parts in zip(*held.values(), strict=True))
+    vectors, scalars = next(iter(held.values()), (torch.empty(0, hidden_size, dtype=dtype), torch.empty(0, SCALARS)))
+    if len(held) > 1:
+        vectors, scalars = (torch.cat(each) for each in zip(*held.values(), strict=True))
     if pinned:
         vectors, scalars = vectors.pin_memory(), scalars.pin_memory()
-    extents, first = [], 0
+    extents: list[_Extent] = []
+    parts: dict[tuple[int, int], Held] = {}
+    first = 0
     for name, (mine, _) in held.items():
+        part = vectors[first : first + len(mine)], scalars[first : first + len(mine)]
         extents += [_Extent(site, family, first, len(mine)) for site, family in places[name]]
+        parts |= dict.fromkeys(places[name], part)
         first += len(mine)
-    return Joined(content, vectors, scalars, tuple(extents), _crc32(content))
+    return Joined({place: parts[place] for place in content}, vectors, scalars, tuple(extents), _crc32(content))
 
 
 def _crc32(content: Content) -> int:
@@ -103,7 +107,7 @@ class EntryPool:
         if not needed:  # all its layers are on other stages
             return
         self._put(self._end, what.vectors, what.scalars)  # one copy for all sites
-        self._runs[row] = [extent._replace(first=self._end + extent.first) for extent in what.extents]
+        self._runs[row] = [_Extent(site, family, self._end + first, entries) for site, family, first, entries in what.extents]
         self._end += needed
         self._used += needed
         self._name(row)
