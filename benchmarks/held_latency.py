@@ -3,11 +3,13 @@
     python benchmarks/held_latency.py [--requests 100] [--max-tokens 1 8]
 
 In one run and in turns: a stock vLLM engine called directly; HTTP without a capture; HTTP with a capture of three layers at the
-last prompt token, held until it is durable and every rank has reported.
+last prompt token, held until it is durable and every rank has reported. Between them the disk alone: appending as much as such a
+capture is, and `fdatasync`. For two cores run it under `taskset -c 2,3`.
 """
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -20,6 +22,7 @@ from engines import DEMO_MODEL, EngineProcess, bench_prompts, settings_for, toke
 from midstream.client.stack.supervisor import Supervisor, prepare
 from midstream.schemas.settings import Settings
 
+CAPTURED = 4096  # bytes
 BLOCK = 20  # requests of one kind before the next kind's turn
 CAPTURE = {"capture": {"layers": [0, 14, 29], "positions": "last_prompt"}, "capture_wait": True}
 
@@ -32,6 +35,19 @@ def over_http(http: httpx.Client, model: str, prompts: list[list[int]], max_toke
         answer = http.post("/v1/completions", json=body).raise_for_status().json()
         found.append(time.perf_counter() - start)
         assert not extra or answer["capture_results"]["status"] == "ok"
+    return found
+
+
+def syncs(file: Path, count: int) -> list[float]:
+    """Seconds that each takes to be appended and durable."""
+    found = []
+    descriptor = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for _ in range(count):
+        os.write(descriptor, bytes(CAPTURED))
+        start = time.perf_counter()
+        os.fdatasync(descriptor)
+        found.append(time.perf_counter() - start)
+    os.close(descriptor)
     return found
 
 
@@ -49,13 +65,14 @@ def main() -> None:
         settings = prepare(Settings(model=str(DEMO_MODEL), data_dir=str(data), api_port=0, flower_port=0, **common), data, print)
         with Supervisor(settings, say=lambda line: None) as stack, httpx.Client(base_url=stack.url, timeout=60) as http:
             for max_tokens in options.max_tokens:
-                kinds: dict[str, list[float]] = {"direct": [], "http": [], "held": []}
+                kinds: dict[str, list[float]] = {"direct": [], "http": [], "held": [], "disk": []}
                 for block in range(-1, options.requests // BLOCK):  # the first is a warm-up
                     some = [prompts[(block * BLOCK + n) % len(prompts)] for n in range(BLOCK)]
                     taken = {
                         "direct": stock.run(some, max_tokens, 1)["latencies"],
                         "http": over_http(http, settings.served_model, some, max_tokens, {}),
                         "held": over_http(http, settings.served_model, some, max_tokens, CAPTURE),
+                        "disk": syncs(data / "disk", BLOCK),
                     }
                     if block >= 0:
                         for kind, latencies in taken.items():
