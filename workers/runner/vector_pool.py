@@ -57,7 +57,7 @@ def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bo
     if len(held) > 1:
         vectors, scalars = (torch.cat(each) for each in zip(*held.values(), strict=True))
     if pinned:
-        vectors, scalars = vectors.pin_memory(), scalars.pin_memory()
+        vectors, scalars = locked_copy(vectors), locked_copy(scalars)
     extents: list[_Extent] = []
     parts: dict[tuple[int, int], Held] = {}
     first = 0
