@@ -12,7 +12,6 @@ from capture_kit import source_run
 from plane_kit import VECTOR, Rig, spec_of, steered
 from rank_kit import HIDDEN, steering
 
-from midstream.schemas.base import to_msgpack
 from midstream.schemas.source_runs import RunRow, row_name
 from midstream.schemas.specs import SteeringRow, steering_rows
 from midstream.schemas.tensors import content_hash, from_numpy
@@ -143,7 +142,7 @@ def test_ranks_agree_whichever_of_them_laid_rows_out_ahead(tmp_path: Path, how: 
         rig.plane.rank_state.put_vectors({content_hash(tensor): tensor})
     spec = spec_of(request)
     if how == "with its vectors":
-        ahead.plane.expect([to_msgpack(spec.steering)])
+        ahead.plane.expect([msgspec.to_builtins(spec.steering)])
     else:
         ahead.plane.begin([], {}, 0, waiting=[msgspec.to_builtins(spec)])
         other.plane.begin([], {}, 0)

@@ -4,6 +4,8 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
+import msgspec
+
 from ...schemas.base import to_msgpack
 from ...schemas.specs import StoredSteering
 from ...schemas.tensors import Tensor
@@ -64,7 +66,7 @@ class RankVectors:
         sizes = {name: len(tensor.data) for name, tensor in tensors.items()}
         await self._evict(sum(sizes.values()) if counted else 0, keep)
         payload = {name: {"dtype": t.dtype, "shape": t.shape, "data": t.data} for name, t in tensors.items()}
-        distinct = list(dict.fromkeys(map(to_msgpack, users[:_USERS])))
+        distinct = list({to_msgpack(user): msgspec.to_builtins(user) for user in users[:_USERS]}.values())
         await self._ranks.apply(
             "sending vectors", "midstream_put_vectors", payload, distinct, undo=Undo("midstream_drop_vectors", (sorted(tensors),))
         )

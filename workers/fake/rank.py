@@ -77,7 +77,7 @@ class FakeRank:
 
     # What the worker calls, by these names
 
-    def midstream_put_vectors(self, vectors: dict[str, Any], users: list[bytes]) -> Answer:
+    def midstream_put_vectors(self, vectors: dict[str, Any], users: list[Any]) -> Answer:
         if self._faults.strikes("hold", self.rank):
             return False, f"refused vector {min(vectors)[:12]}: injected fault"
         tensors = msgspec.convert(vectors, dict[str, Tensor])

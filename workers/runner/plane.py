@@ -20,7 +20,6 @@ import torch
 from ...broker.receipts.curve import client_keys
 from ...broker.receipts.outbox import Outbox
 from ...kernels.plan import ROWS_PER_TOKEN
-from ...schemas.base import from_msgpack
 from ...schemas.faults import arm
 from ...schemas.selectors import select
 from ...schemas.specs import RankSpec, StoredSteering, columns_of, steering_rows, touched
@@ -156,10 +155,10 @@ class DataPlane:
         elif key in self._live:
             self._ends[key] = num_tokens
 
-    def expect(self, users: list[bytes]) -> None:
-        """Lay out steering that requests will have soon, in a thread: each a packed `list[StoredSteering]`."""
-        for raw in users:
-            self._table.prepared.expect(lambda raw=raw: steering_rows(from_msgpack(raw, list[StoredSteering])))  # type: ignore[misc]
+    def expect(self, users: list[Any]) -> None:
+        """Lay out steering that requests will have soon, in a thread: each a `list[StoredSteering]` as plain containers."""
+        for user in users:
+            self._table.prepared.expect(lambda user=user: steering_rows(msgspec.convert(user, list[StoredSteering])))  # type: ignore[misc]
 
     def restart(self) -> None:
         """Reset: no rows, tensors, source runs or steering state, and an empty ledger in its next epoch.

@@ -97,8 +97,8 @@ class MidstreamWorker(PlatformWorker):
 
     # Calls that change something return (ok, reason); a rank that refuses has changed nothing.
 
-    def midstream_put_vectors(self, vectors: dict[str, Any], users: list[bytes]) -> tuple[bool, str]:
-        """`users`: the steering of requests that will use them, each a packed `list[StoredSteering]`: it is laid out ahead."""
+    def midstream_put_vectors(self, vectors: dict[str, Any], users: list[Any]) -> tuple[bool, str]:
+        """`users`: the steering of requests that will use them, each a `list[StoredSteering]`: it is laid out ahead."""
 
         def put(plane: DataPlane) -> None:
             plane.rank_state.put_vectors(msgspec.convert(vectors, dict[str, Tensor]))
