@@ -34,6 +34,7 @@ class PreparedRows:
         """`make`: lays a row out, in any thread. `holds`: whether this rank has a tensor."""
         self._make, self._holds, self._room = make, holds, kept_bytes
         self._kept: OrderedDict[str, Joined] = OrderedDict()  # by `SteeringRow.key`
+        self._size = 0  # bytes of all that is kept
         self._under_way: dict[str, Future[None]] = {}
         self._lock = threading.Lock()
         self._expected: queue.Queue[Callable[[], Sequence[SteeringRow]] | None] = queue.Queue(WAITING)
@@ -74,13 +75,16 @@ class PreparedRows:
     def clear(self) -> None:
         with self._lock:
             self._kept.clear()
+            self._size = 0
 
     def _keep(self, key: str, joined: Joined) -> None:
         with self._lock:
+            if (former := self._kept.pop(key, None)) is not None:
+                self._size -= former.size
             self._kept[key] = joined
-            self._kept.move_to_end(key)
-            while len(self._kept) > 1 and sum(each.size for each in self._kept.values()) > self._room:
-                self._kept.popitem(last=False)
+            self._size += joined.size
+            while len(self._kept) > 1 and self._size > self._room:
+                self._size -= self._kept.popitem(last=False)[1].size
 
     def _run(self) -> None:
         torch.set_num_threads(1)
