@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from midstream.schemas.source_runs import RunRow, row_name
 from midstream.workers.engine.ends import Ends
 from midstream.workers.runner import process
 
@@ -50,6 +51,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     class Idle:
         waiting: list[Any] = []
+        scheduled: dict[str, int] = {}
         kv_cache_manager = SimpleNamespace(usage=0.0)
 
         def has_finished_requests(self) -> bool:
@@ -59,7 +61,10 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
             return 0, 0
 
         def schedule(self) -> Any:
-            return SimpleNamespace(total_num_scheduled_tokens=0, finished_req_ids=set())
+            return SimpleNamespace(total_num_scheduled_tokens=0, finished_req_ids=set(), num_scheduled_tokens=self.scheduled)
+
+        def add_request(self, request: Any) -> None:
+            pass
 
     made = object.__new__(type("Made", (scheduler._Midstream, Idle), {}))
     made._midstream_blocks = SimpleNamespace(make_room=lambda stuck: None)
@@ -83,3 +88,19 @@ def test_an_idle_engine_has_a_step_that_carries_the_ends_once(scheduler: Any) ->
     assert ends(scheduler.schedule()) == [("j1.0.1", 7), ("j2.0.1", -1), ("j3.0.1", 9)]
     assert not scheduler.has_finished_requests()
     assert ends(scheduler.schedule()) == []
+
+
+def test_ranks_are_shown_steered_requests_that_wait_but_no_cells_of_sweeps(scheduler: Any) -> None:
+    from midstream.workers.runner.scheduler import waiting
+
+    def came(name: str, **spec: Any) -> dict[str, Any]:
+        scheduler.add_request(SimpleNamespace(request_id=name, sampling_params=SimpleNamespace(extra_args={"midstream": spec})))
+        return spec
+
+    later = came("later", digest="d", steering=[{"tensors": ["v"]}])
+    came("now", digest="d", steering=[{"tensors": ["v"]}])
+    came("plain", digest="")
+    came("cell", digest="d", steering=[{"tensors": [row_name(RunRow("job_s.0.tag", "pre_attn", 0, 1, ()))]}])
+    scheduler.scheduled = {"now": 3}
+    assert waiting(scheduler.schedule()) == [later]
+    assert waiting(scheduler.schedule()) == [], "once"

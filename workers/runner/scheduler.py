@@ -12,6 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from ...schemas.source_runs import is_row
 from ...schemas.specs import RankSpec
 from ...schemas.version import __version__
 from . import kv_blocks  # noqa: F401 - the engine core zeroes new blocks
@@ -41,6 +42,11 @@ def _spec(request: Any) -> dict[str, Any] | None:
     params = request.sampling_params
     extra = params.extra_args if params is not None else None
     return extra.get(_KEY) if extra else None
+
+
+def _patches(spec: dict[str, Any]) -> bool:
+    """Whether rows of source runs edit the request: ranks do not lay those out ahead, and sweeps have thousands."""
+    return any(is_row(name) for entry in spec.get("steering", ()) for name in entry.get("tensors", ()))
 
 
 def finishes(scheduler_output: Any) -> dict[str, Finish]:
@@ -94,7 +100,7 @@ class _Midstream:
             self._midstream_capturing[request.request_id] = msgspec.convert(spec, RankSpec)
         if spec is not None and spec.get("entry") is not None:
             self._midstream_entering[request.request_id] = spec["entry"]["run"], max(spec.get("first_affected", -1), 0)
-        if spec is not None and spec.get("digest"):
+        if spec is not None and spec.get("digest") and not _patches(spec):
             self._midstream_came[request.request_id] = spec
         # vLLM hashes requests as they come in, in another thread: an epoch may have begun before it is their turn.
         if getattr(request, _HASHED_IN, _epoch) != _epoch:
