@@ -13,8 +13,8 @@ from pathlib import Path
 
 from .store import Buffer
 
-#: Files of at least this many bytes are written so; smaller ones are likely to be read soon.
-LEAST = 8 << 20
+#: Files of at least this many bytes are written so. Smaller ones are read soon (rows of source runs), or share a sync.
+LEAST = 1 << 20
 #: Bytes of the buffer, and what offsets and sizes of direct writes are multiples of.
 _BUFFER, _ALIGNMENT = 4 << 20, 4096
 #: The file system, or the disk below it, takes no direct writes.
