@@ -7,7 +7,8 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-#: Memory of at least this size is asked of the kernel in huge pages: they are touched several times faster.
+#: Memory of at least this size is mapped on its own, in huge pages: they are touched several times faster. Below it there may be
+#: thousands of pieces, and a process has only so many mappings.
 _HUGE = 4 << 20
 
 
@@ -35,13 +36,18 @@ def pages(size: int, *, locked: bool) -> torch.Tensor:
     """uint8 `[size]`, uninitialised. Raises HostMemoryError.
 
     `locked`: page-locked for copies from an accelerator. It may be used again, or dropped, only when those are over. (Torch's own
-    allocator would round it up to a power of two.)
+    allocator would round large memory up to a power of two.)
     """
+    if size < _HUGE:
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=locked)
+        except (RuntimeError, MemoryError) as error:
+            raise _none(size, "page-locked memory" if locked else "memory", error) from error
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, MemoryError) as error:
         raise _none(size, "memory", error) from error
-    if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, dtype=np.uint8)  # goes before the mapping does; an mmap is told after
