@@ -190,6 +190,7 @@ def test_page_locked_memory_is_unregistered_before_it_is_unmapped(monkeypatch: p
     slab = pool.new_slab(5 << 20, 1, torch.uint8)
     assert Cuda.locked == {slab.data_ptr(): 5 << 20}, "not the next power of two"
     del slab
+    pool._recent.clear()  # it was in use a moment ago
     gc.collect()
     pool.collect()
     gc.collect()
@@ -221,6 +222,11 @@ def test_unused_memory_beyond_the_limit_is_given_back() -> None:
     slabs = [pool.new_slab(1 << 10, 4, torch.float32) for _ in range(8)]
     assert pool.alive == 8 << 14
     slabs.clear()
+    gc.collect()
+    pool.collect()
+    assert (pool.alive, pool._free_bytes) == (0, 8 << 14), "as much as was just in use at one time"
+    for _ in range(64):
+        pool.new_slab(1 << 10, 4, torch.float32)
     gc.collect()
     pool.collect()
     assert (pool.alive, pool._free_bytes) == (0, 1 << 15)

@@ -15,6 +15,8 @@ from .landing import LANDED, Landing
 
 #: Slabs smaller than this share a size class: a decode step's few rows. A multiple of the page.
 _SMALLEST = 1 << 14
+#: Unused memory may be as much as was in use at one time while the last so many slabs were made.
+_RECENT = 64
 #: A slab gets at most this many times the memory that it needs, where so much lies unused.
 _LOOSE = 2
 
@@ -23,12 +25,13 @@ class SlabPool:
     """Used from one thread; slabs may be dropped in any."""
 
     def __init__(self, keep_bytes: int, spill_dir: Path | None = None, *, pinned: bool = False) -> None:
-        """`keep_bytes`: unused memory kept for later slabs; `pinned`: page-locked, for copies from an accelerator."""
+        """`keep_bytes`: unused memory that is kept for later slabs in any case; `pinned`: page-locked, for copies from an accelerator."""
         self._keep, self._spill_dir, self._pinned = keep_bytes, spill_dir, pinned
         self.alive = 0  # bytes that slabs in use hold, or copies that have not landed; spilled ones not counted
         self.spilled = 0  # bytes so far
         self._free: OrderedDict[int, list[torch.Tensor]] = OrderedDict()  # size → uint8 memories; least recently used first
         self._free_bytes = 0
+        self._recent: deque[int] = deque(maxlen=_RECENT)  # `alive` as each of the last slabs was made
         # Filled from any thread, by garbage collection too: no lock there.
         self._returned: deque[tuple[torch.Tensor, Landing]] = deque()
 
@@ -76,13 +79,15 @@ class SlabPool:
             self._free.setdefault(len(memory), []).append(memory)
             self._free.move_to_end(len(memory))
             self._free_bytes += len(memory)
-        while self._free_bytes > self._keep:
+        # Steps of about the same size follow one another: what one has touched, a later one need not touch first.
+        while self._free_bytes > max(self._keep, max(self._recent, default=0) - self.alive):
             self._pop(next(iter(self._free)))
 
     def _take(self, size: int) -> torch.Tensor:
         fitting = [each for each in self._free if size <= each <= _LOOSE * size]
         memory = self._pop(min(fitting)) if fitting else pages(size, locked=self._pinned)
         self.alive += len(memory)
+        self._recent.append(self.alive)
         return memory
 
     def _pop(self, size: int) -> torch.Tensor:
