@@ -5,6 +5,7 @@ The schemas name every tensor that is written, so that no compiler drops or reor
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ _PLANNED = (
     "Tensor(d!) broken, Tensor(e!) counts"
 )
 _SCHEMAS = {
-    "pair_site": f"(Tensor(a!) hidden, Tensor(b!) residual, Tensor(c!) ring, {_PLANNED}) -> ()",
+    "pair_site": f"(Tensor(a!) hidden, Tensor(b!) residual, Tensor(c!) ring, {_PLANNED}, int branches=0) -> ()",
     "single_site": f"(Tensor(a!) stream, Tensor(b!) ring, {_PLANNED}) -> ()",
 }
 
@@ -48,28 +49,28 @@ def sites_idle() -> bool:
 
 
 def _unless_idle(site: Callable[..., None]) -> Callable[..., None]:
-    def run(*tensors: torch.Tensor) -> None:
+    def run(*arguments: Any) -> None:
         if not _idle:
-            site(*tensors)
+            site(*arguments)
 
     return run
 
 
-def _nothing(*_: torch.Tensor) -> None:
+def _nothing(*_: Any) -> None:
     """For tracing: no result, and no shape changes."""
 
 
 # Triton is imported when a GPU first asks for it: processes on a CPU do without.
-def _pair_site_on_gpu(*tensors: torch.Tensor) -> None:
+def _pair_site_on_gpu(*arguments: Any) -> None:
     from .triton_site import pair_site
 
-    pair_site(*tensors)
+    pair_site(*arguments)
 
 
-def _single_site_on_gpu(*tensors: torch.Tensor) -> None:
+def _single_site_on_gpu(*arguments: Any) -> None:
     from .triton_site import single_site
 
-    single_site(*tensors)
+    single_site(*arguments)
 
 
 _library.impl("pair_site", _unless_idle(reference.pair_site), "CPU")

@@ -22,7 +22,7 @@ EDITS_AT = 1  # where they begin in `lists`
 DEPTH = 2  # columns of `token_rows` in use
 ALIKE = 3  # the configuration row of all edited tokens, where they have that alone and are one contiguous run; else 0
 ALIKE_FROM = 14  # the first of that run
-SITE = 15  # number of this site, from 1, where it has something to do: its row of `counts`, and what `broken` says
+SITE = 15  # number of this site, from 1: its row of `counts`, and what `broken` says; 0: no site of its launch has anything to do
 
 
 class Port(NamedTuple):
@@ -51,17 +51,17 @@ class Planned(NamedTuple):
     The reference reads `lists`, the GPU kernels `capture_slots`; both read the rest.
     """
 
-    plan: torch.Tensor  # [COLUMNS]
+    plan: torch.Tensor  # [sites, COLUMNS] of one launch, in the order in which they are visited
     lists: torch.Tensor  # [n] token numbers
     token_rows: torch.Tensor  # [capacity, ROWS_PER_TOKEN] configuration rows that touch each token; 0: none
     capture_slots: torch.Tensor  # [patterns, capacity] token → slot, or NO_SLOT
-    site_rows: torch.Tensor  # [families, 1 + configurations] configuration row → pool entry; column 0 and entry 0: nothing
+    site_rows: torch.Tensor  # [sites, families, 1 + configurations] configuration row → pool entry; column 0 and entry 0: nothing
     pool: torch.Tensor  # [1 + entries, hidden_size], the model's dtype
     scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
     #: [capacity], written by the ops, zeroed by its reader. Of each edited token the first site at which its row was not
     #: finite: SITE where the edits made it so, −SITE where it was so before them; 0: finite at every site that edits it.
     broken: torch.Tensor
-    #: [sites, COUNTS], advanced by the ops, zeroed by its reader: what each site did, whatever was planned.
+    #: [all sites, COUNTS], advanced by the ops, zeroed by its reader: what each site did, whatever was planned.
     counts: torch.Tensor
 
 
@@ -139,50 +139,69 @@ class SitePlan:
 
     def build(self, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Planned:
         """Buffers for up to `capacity` tokens. Raises ValueError for more rows on a token than fit."""
-        lists: list[int] = []
+        return build_group([self], capacity, dtype, device)
+
+    def _columns(self, lists: list[int], capture_slots: torch.Tensor) -> list[int]:
+        """This site's row of the plan; its token lists are appended, and its two patterns filled."""
         plan = [0] * COLUMNS
         plan[EDITS], plan[EDITS_AT], plan[SITE] = len(self.edits), len(lists), self.site
         lists += self.edits
-        token_rows = torch.zeros(capacity, ROWS_PER_TOKEN, dtype=torch.int32)
-        for token, rows in self.edits.items():
-            if len(rows) > ROWS_PER_TOKEN:
-                raise ValueError(f"token {token} has {len(rows)} configuration rows; at most {ROWS_PER_TOKEN} fit")
-            token_rows[token, : len(rows)] = torch.tensor(rows, dtype=torch.int32)
-            plan[DEPTH] = max(plan[DEPTH], len(rows))
+        plan[DEPTH] = max(map(len, self.edits.values()), default=0)
         named = set(map(tuple, self.edits.values()))
-        if len(named) == 1 and len(alone := named.pop()) == 1 and list(self.edits) == list(range(lists[0], lists[0] + len(lists))):
-            plan[ALIKE], plan[ALIKE_FROM] = alone[0], lists[0]
-        capture_slots = torch.full((2, capacity), NO_SLOT, dtype=torch.int32)
+        first = next(iter(self.edits), 0)
+        if len(named) == 1 and len(alone := named.pop()) == 1 and list(self.edits) == list(range(first, first + len(self.edits))):
+            plan[ALIKE], plan[ALIKE_FROM] = alone[0], first
         captures = ((BEFORE, self.before, self.before_row), (AFTER, self.after, self.after_row))
-        for pattern, (port, tokens, row) in enumerate(captures):
-            plan[port.COUNT], plan[port.AT], plan[port.ROW], plan[port.PATTERN] = len(tokens), len(lists), row, pattern
+        for slots, (port, tokens, row) in zip(capture_slots, captures, strict=True):
+            plan[port.COUNT], plan[port.AT], plan[port.ROW] = len(tokens), len(lists), row
             contiguous = list(tokens) == list(range(tokens[0], tokens[0] + len(tokens))) if tokens else False
             plan[port.START] = tokens[0] if contiguous else SCATTERED
             lists += tokens
-            capture_slots[pattern, list(tokens)] = torch.arange(len(tokens), dtype=torch.int32)
-        site_rows, pool, scalars = self._pool(dtype)
-        built = Planned(
-            torch.tensor(plan, dtype=torch.int32),
-            torch.tensor(lists or [0], dtype=torch.int32),
-            token_rows,
-            capture_slots,
-            site_rows,
-            pool,
-            scalars,
-            torch.zeros(capacity, dtype=torch.int32),
-            torch.zeros(self.site, COUNTS, dtype=torch.int32),
-        )
-        return Planned(*(tensor.to(device) for tensor in built))
+            slots[list(tokens)] = torch.arange(len(tokens), dtype=torch.int32)
+        return plan
 
-    def _pool(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        site_rows = torch.zeros(len(FAMILIES), 1 + len(self.configurations), dtype=torch.int32)
-        pool = [torch.zeros(1, self.hidden_size, dtype=torch.float32)]
-        scalars = [torch.zeros(1, SCALARS, dtype=torch.float32)]
-        entry = 1
-        for row, configuration in enumerate(self.configurations, 1):
+
+def build_group(plans: Sequence[SitePlan], capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Planned:
+    """Buffers of sites that share a launch, for up to `capacity` tokens. Raises ValueError for more rows on a token than fit.
+
+    In one step all sites see the same configuration rows at a token, so `edits` must be equal; what a configuration does is each
+    site's own.
+    """
+    first = plans[0]
+    if any(plan.edits != first.edits for plan in plans):
+        raise ValueError("the sites of one step edit the same tokens with the same rows")
+    token_rows = torch.zeros(capacity, ROWS_PER_TOKEN, dtype=torch.int32)
+    for token, rows in first.edits.items():
+        if len(rows) > ROWS_PER_TOKEN:
+            raise ValueError(f"token {token} has {len(rows)} configuration rows; at most {ROWS_PER_TOKEN} fit")
+        token_rows[token, : len(rows)] = torch.tensor(rows, dtype=torch.int32)
+    lists: list[int] = []
+    columns, capture_slots = [], torch.full((len(plans), 2, capacity), NO_SLOT, dtype=torch.int32)
+    site_rows = torch.zeros(len(plans), len(FAMILIES), 1 + max(len(plan.configurations) for plan in plans), dtype=torch.int32)
+    pool = [torch.zeros(1, first.hidden_size, dtype=torch.float32)]
+    scalars = [torch.zeros(1, SCALARS, dtype=torch.float32)]
+    entry = 1
+    for number, plan in enumerate(plans):
+        columns.append(plan._columns(lists, capture_slots[number]))
+        columns[-1][BEFORE.PATTERN], columns[-1][AFTER.PATTERN] = 2 * number, 2 * number + 1
+        for row, configuration in enumerate(plan.configurations, 1):
             for name, does in configuration.items():
-                site_rows[PLACE[name], row] = entry
+                site_rows[number, PLACE[name], row] = entry
                 for buffer, values in zip((pool, scalars), laid_out(name, does), strict=True):
                     buffer.append(values)
                 entry += len(does.vectors)
-        return site_rows, torch.cat(pool).to(dtype), torch.cat(scalars)
+    if not any(of_site[column] for of_site in columns for column in (EDITS, BEFORE.COUNT, AFTER.COUNT)):
+        for of_site in columns:
+            of_site[SITE] = 0
+    built = Planned(
+        torch.tensor(columns, dtype=torch.int32),
+        torch.tensor(lists or [0], dtype=torch.int32),
+        token_rows,
+        capture_slots.flatten(0, 1),
+        site_rows,
+        torch.cat(pool).to(dtype),
+        torch.cat(scalars),
+        torch.zeros(capacity, dtype=torch.int32),
+        torch.zeros(max(plan.site for plan in plans), COUNTS, dtype=torch.int32),
+    )
+    return Planned(*(tensor.to(device) for tensor in built))

@@ -13,6 +13,7 @@ named, family by family; rows that no configuration touches keep their bits.
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from ..schemas.interventions import FAMILIES, PLACE, Intervention
@@ -126,16 +127,20 @@ def pair_site(
     scalars: torch.Tensor,
     broken: torch.Tensor,
     counts: torch.Tensor,
+    branches: int = 0,
 ) -> None:
-    """A site whose stream is `hidden + residual`, both `[tokens, hidden_size]` or `[1, tokens, hidden_size]`, contiguous.
+    """Sites whose stream is `hidden + residual`, both `[tokens, hidden_size]` or `[1, tokens, hidden_size]`, contiguous.
 
-    `ring`: `[ring_rows, hidden_size]` of the same dtype; captured rows go to `ring[first row + slot]`, and nothing else in
-    it is written. The rest: `plan.Planned`.
+    One site or several, one after the other; the first `branches` of them are of `hidden` alone. `ring`: `[ring_rows, hidden_size]`
+    of the same dtype; captured rows go to `ring[first row + slot]`, and nothing else in it is written. The rest: `plan.Planned`.
     """
-    steps: list[int] = plan.tolist()
-    if steps[EDITS] or steps[BEFORE.COUNT] or steps[AFTER.COUNT]:
-        width = ring.shape[1]
-        _site(hidden.view(-1, width), residual.view(-1, width), ring, steps, lists, token_rows, site_rows, pool, scalars, broken, counts)
+    planned: list[list[int]] = plan.tolist()
+    if planned[0][SITE]:
+        hidden, residual = _flat(hidden), _flat(residual)
+        done = counts.numpy()
+        for number, steps in enumerate(planned):
+            first, second = (None, hidden) if number < branches else (hidden, residual)
+            _site(first, second, ring, number, steps, lists, token_rows, site_rows, pool, scalars, broken, done)
 
 
 def single_site(
@@ -151,19 +156,28 @@ def single_site(
     broken: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
-    """A site that is one tensor, edited in place: `[tokens, hidden_size]` or `[1, tokens, hidden_size]`, contiguous.
+    """Sites whose stream is one tensor, edited in place: `[tokens, hidden_size]` or `[1, tokens, hidden_size]`, contiguous.
 
     The rest as in `pair_site`.
     """
-    steps: list[int] = plan.tolist()
-    if steps[EDITS] or steps[BEFORE.COUNT] or steps[AFTER.COUNT]:
-        _site(None, stream.view(-1, ring.shape[1]), ring, steps, lists, token_rows, site_rows, pool, scalars, broken, counts)
+    planned: list[list[int]] = plan.tolist()
+    if planned[0][SITE]:
+        stream = _flat(stream)
+        done = counts.numpy()
+        for number, steps in enumerate(planned):
+            _site(None, stream, ring, number, steps, lists, token_rows, site_rows, pool, scalars, broken, done)
+
+
+def _flat(stream: torch.Tensor) -> torch.Tensor:
+    """`[tokens, hidden_size]`."""
+    return stream if stream.dim() == 2 else stream.view(-1, stream.shape[-1])
 
 
 def _site(
     hidden: torch.Tensor | None,
     stream: torch.Tensor,
     ring: torch.Tensor,
+    number: int,
     steps: list[int],
     lists: torch.Tensor,
     token_rows: torch.Tensor,
@@ -171,18 +185,19 @@ def _site(
     pool: torch.Tensor,
     scalars: torch.Tensor,
     broken: torch.Tensor,
-    counts: torch.Tensor,
+    done: np.ndarray,
 ) -> None:
-    done = counts.numpy()[steps[SITE] - 1]
+    """`number`: of the site in its launch; `steps`: its plan; `done`: `counts`."""
+    place = steps[SITE] - 1
     if steps[BEFORE.COUNT]:
-        done[CAPTURED_BEFORE] += _capture(hidden, stream, ring, steps, lists, BEFORE)
+        done[place, CAPTURED_BEFORE] += _capture(hidden, stream, ring, steps, lists, BEFORE)
     if steps[EDITS]:
-        edited = _shift_alike(hidden, stream, steps, site_rows, pool, broken) if steps[ALIKE] else None
+        edited = _shift_alike(hidden, stream, number, steps, site_rows, pool, broken) if steps[ALIKE] else None
         if edited is None:
-            edited = _edit_listed(hidden, stream, steps, lists, token_rows, site_rows, pool, scalars, broken)
-        done[EDITED] += edited
+            edited = _edit_listed(hidden, stream, steps, lists, token_rows, site_rows[number], pool, scalars, broken)
+        done[place, EDITED] += edited
     if steps[AFTER.COUNT]:
-        done[CAPTURED_AFTER] += _capture(hidden, stream, ring, steps, lists, AFTER)
+        done[place, CAPTURED_AFTER] += _capture(hidden, stream, ring, steps, lists, AFTER)
 
 
 def _edit_listed(
@@ -201,9 +216,10 @@ def _edit_listed(
     depth = steps[DEPTH]
     rows = token_rows[:, :depth].index_select(0, tokens)
     entries = site_rows.index_select(1, rows.flatten()).view(len(site_rows), len(tokens), depth)
-    applied = entries.any(0)
-    here = applied.any(1).nonzero().flatten()  # the plan lists a token at all sites that one of the step's rows edits
-    if len(here) < len(tokens):
+    applied = entries.any(0)  # [n, depth]
+    count = int(applied.count_nonzero())
+    if count < applied.numel():
+        here = applied.any(1).nonzero().flatten()  # the plan lists a token at all sites that one of the step's rows edits
         tokens, entries = tokens.index_select(0, here), entries.index_select(1, here)
     if len(tokens):
         before = _rows(hidden, stream, tokens)
@@ -211,17 +227,23 @@ def _edit_listed(
         after = _rows(hidden, stream, tokens)
         if not (_finite(before) and _finite(after)):
             _mark(broken, tokens, steps[SITE], before, after)
-    return int(applied.count_nonzero())
+    return count
 
 
 def _shift_alike(
-    hidden: torch.Tensor | None, stream: torch.Tensor, steps: list[int], site_rows: torch.Tensor, pool: torch.Tensor, broken: torch.Tensor
+    hidden: torch.Tensor | None,
+    stream: torch.Tensor,
+    number: int,
+    steps: list[int],
+    site_rows: torch.Tensor,
+    pool: torch.Tensor,
+    broken: torch.Tensor,
 ) -> int | None:
     """What is usual, in one call: one vector is added to a run of tokens, and nothing else is done. None when it is not so.
 
     Otherwise how many rows were edited.
     """
-    entries: list[int] = site_rows[:, steps[ALIKE]].tolist()
+    entries: list[int] = site_rows.numpy()[number, :, steps[ALIKE]].tolist()
     entry = entries[_ADD]
     if any(entries[:_ADD]) or any(entries[_ADD + 1 :]):
         return None

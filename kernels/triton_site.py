@@ -1,16 +1,19 @@
-"""Triton implementation of `reference.py`: one launch per site, the same for every step.
+"""Triton implementation of `reference.py`: one launch for the sites of a group, the same for every step.
 
 The grid follows from shapes alone and everything else is read on the device, so a replayed CUDA graph obeys the buffers as
-they are then. A program owns whole token rows and walks over the tokens; at a site without work it reads three numbers and ends.
-A row is read once, a rewritten one twice, and written only where it changed; rows of the ring that no slot names are never written.
+they are then. A program owns whole token rows and walks over the tokens; where the group has no work it reads one number and
+ends. A row is read once for all sites of the group, again where it is rewritten, and written only where it changed; rows of the
+ring that no slot names are never written.
 """
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
 from ..schemas.interventions import FAMILIES, PLACE, SCALARS
-from .plan import AFTER, BEFORE, CAPTURED_AFTER, CAPTURED_BEFORE, COUNTS, DEPTH, EDITED, EDITS, ROWS_PER_TOKEN, SITE
+from .plan import AFTER, BEFORE, CAPTURED_AFTER, CAPTURED_BEFORE, COLUMNS, COUNTS, DEPTH, EDITED, EDITS, ROWS_PER_TOKEN, SITE
 
 #: Programs of a launch at most: several for each multiprocessor, and still a short launch when there is nothing to do.
 MAX_PROGRAMS = 1024
@@ -20,6 +23,11 @@ _LANES_PER_WARP = 512
 #: would like. The memory sets the pace. ptxas spills 8 to 32 bytes for it in the 16-bit types.
 _REGISTERS = {2: 64, 4: 96}
 
+#: Whether a launch may begin before the one before it has ended, on GPUs that can: its own latency is then hidden behind that.
+DEPENDENT_LAUNCH = True
+_FIRST_DEPENDENT = 90
+
+_COLUMNS = tl.constexpr(COLUMNS)
 _EDITS = tl.constexpr(EDITS)
 _DEPTH = tl.constexpr(DEPTH)
 _SITE = tl.constexpr(SITE)
@@ -120,14 +128,159 @@ def _bits(row):  # type: ignore[no-untyped-def]
         return row.to(tl.int32, bitcast=True)
 
 
+@triton.jit
+def _slots(plan, capture_slots, token, capacity):  # type: ignore[no-untyped-def]
+    """The token's slots in both captures of one site; −1: none."""
+    before = tl.load(plan + _BEFORE_COUNT)
+    after = tl.load(plan + _AFTER_COUNT)
+    before_at = tl.load(plan + _BEFORE_PATTERN).to(tl.int64) * capacity + token
+    after_at = tl.load(plan + _AFTER_PATTERN).to(tl.int64) * capacity + token
+    before_slot = tl.load(capture_slots + before_at, mask=before > 0, other=-1)
+    after_slot = tl.load(capture_slots + after_at, mask=after > 0, other=-1)
+    return before_slot, after_slot
+
+
+@triton.jit
+def _named(plan, rows, site_rows, configurations):  # type: ignore[no-untyped-def]
+    """A bit for each family that edits the token at one site, the number of configuration rows that do, and how many to look at."""
+    edits = tl.load(plan + _EDITS)
+    depth = tl.where(edits > 0, tl.load(plan + _DEPTH), 0)
+    named = edits * 0
+    applied = edits * 0
+    for k in range(depth):
+        row_number = tl.load(rows + k)
+        of_row = edits * 0
+        for family in tl.static_range(_FAMILIES):
+            entry_here = tl.load(site_rows + family * configurations + row_number)
+            of_row |= tl.where(entry_here > 0, 1 << family, 0)
+        named |= of_row
+        applied += tl.where(of_row != 0, 1, 0)
+    return named, applied, depth
+
+
+@triton.jit
+def _whole(hidden_row, row, branch, PAIR: tl.constexpr, MIXED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The stream of a site: of a branch, `hidden` alone."""
+    whole = _sum(hidden_row, row, PAIR)
+    if MIXED:
+        whole = tl.where(branch, hidden_row, whole)
+    return whole
+
+
+@triton.jit
+def _visit(  # type: ignore[no-untyped-def]
+    hidden,
+    stream,
+    hidden_row,
+    row,
+    branch,
+    at,
+    ring,
+    plan,
+    rows,
+    site_rows,
+    pool,
+    scalars,
+    counts,
+    before_slot,
+    after_slot,
+    named,
+    applied,
+    depth,
+    lanes,
+    inside,
+    configurations,
+    PAIR: tl.constexpr,
+    MIXED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One site, for one token: the new rows, and what `broken` is to say of them.
+
+    `hidden_row`, `row`: what lies at `hidden + at` and `stream + at`. `branch`: the site is of `hidden` alone; if `MIXED`, else never.
+    """
+    done = counts + (tl.load(plan + _SITE) - 1) * _COUNTS
+    mark = named * 0
+    if before_slot >= 0:
+        place = (tl.load(plan + _BEFORE_ROW) + before_slot).to(tl.int64) * WIDTH
+        tl.store(ring + place + lanes, _whole(hidden_row, row, branch, PAIR, MIXED), mask=inside)
+        tl.atomic_add(done + _CAPTURED_BEFORE, 1, sem="relaxed")
+
+    if named > 0:
+        unsound = _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)
+        rewrites = named * 0
+        if (named & _REWRITING) != 0:
+            value = _whole(hidden_row, row, branch, PAIR, MIXED).to(tl.float32)
+            for family in tl.static_range(_FAMILIES):
+                if (named >> family) & 1:
+                    total = tl.zeros([BLOCK], tl.float32) * -1.0  # −0 + v is v, whatever v's sign
+                    for k in range(depth):
+                        entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(tl.int64)
+                        vectors, numbers = pool + entry * WIDTH, scalars + entry * _SCALARS
+                        live = entry > 0
+                        if (_GRADED >> family) & 1:
+                            live = live & (tl.load(numbers) != 0.0)
+                        if live:
+                            if (_REWRITING >> family) & 1:
+                                value, changed = _rewritten(family, value, vectors, numbers, lanes, inside, WIDTH)
+                                rewrites += tl.where(changed, 1, 0)
+                            else:
+                                total = _shifted(family, total, vectors, lanes, inside)
+                    if not (_REWRITING >> family) & 1:
+                        value += total
+            # Again: kept meanwhile it would cost the registers of a row. Another site of this launch may have written it.
+            tl.debug_barrier()
+            row = tl.load(stream + at, mask=inside, other=0.0)
+            if PAIR:
+                hidden_row = tl.load(hidden + at, mask=inside, other=0.0)
+            if rewrites > 0:
+                new = value.to(row.dtype)
+                differs = inside & (_bits(new) != _bits(_whole(hidden_row, row, branch, PAIR, MIXED)))
+                if tl.max(differs.to(tl.int32), 0) > 0:  # or another pair would stand for the same row
+                    if PAIR:
+                        # −0, not 0: then the pair's sum has the new row's bits also where that is −0.
+                        hidden_row = (tl.zeros([BLOCK], tl.float32) * -1.0).to(row.dtype)
+                        if MIXED:
+                            hidden_row = tl.where(branch, new, hidden_row)
+                            new = tl.where(branch, row, new)
+                        tl.store(hidden + at, hidden_row, mask=inside)
+                    row = new
+                    tl.store(stream + at, row, mask=inside)
+        # Also where every rewrite left the row as it is.
+        if (rewrites == 0) & ((named & _SHIFTING) != 0):
+            total = tl.zeros([BLOCK], tl.float32) * -1.0
+            for family in tl.static_range(_FAMILIES):
+                if (_SHIFTING >> family) & 1:
+                    for k in range(depth):
+                        entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(tl.int64)
+                        if entry > 0:
+                            total = _shifted(family, total, pool + entry * WIDTH, lanes, inside)
+            if MIXED:
+                shifted = (tl.where(branch, hidden_row, row).to(tl.float32) + total).to(row.dtype)
+                hidden_row = tl.where(branch, shifted, hidden_row)
+                row = tl.where(branch, row, shifted)
+                tl.store(tl.where(branch, hidden, stream) + at, shifted, mask=inside)
+            else:
+                row = (row.to(tl.float32) + total).to(row.dtype)
+                tl.store(stream + at, row, mask=inside)
+        mark = tl.where(unsound > 0, -1, _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)) * tl.load(plan + _SITE)
+        tl.atomic_add(done + _EDITED, applied, sem="relaxed")
+
+    if after_slot >= 0:
+        place = (tl.load(plan + _AFTER_ROW) + after_slot).to(tl.int64) * WIDTH
+        tl.store(ring + place + lanes, _whole(hidden_row, row, branch, PAIR, MIXED), mask=inside)
+        tl.atomic_add(done + _CAPTURED_AFTER, 1, sem="relaxed")
+    return hidden_row, row, mark
+
+
 # Nothing but the large tensors' alignment may ask for another compilation: it could fall into the capture of a graph.
 @triton.jit(
     do_not_specialize=[
         *("plan", "token_rows", "capture_slots", "site_rows", "scalars", "broken", "counts"),
-        *("tokens", "capacity", "configurations", "programs"),
+        *("tokens", "capacity", "configurations", "programs", "sites", "branches"),
     ]
 )
-def _site(  # type: ignore[no-untyped-def]
+def _sites(  # type: ignore[no-untyped-def]
     hidden,
     stream,
     ring,
@@ -143,111 +296,50 @@ def _site(  # type: ignore[no-untyped-def]
     capacity,
     configurations,
     programs,
+    sites,
+    branches,
     PAIR: tl.constexpr,
+    MIXED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    edits = tl.load(plan + _EDITS)
-    before = tl.load(plan + _BEFORE_COUNT)
-    after = tl.load(plan + _AFTER_COUNT)
-    depth = tl.where(edits > 0, tl.load(plan + _DEPTH), 0)
-    limit = tl.where((edits > 0) | (before > 0) | (after > 0), tokens, 0)
-    before_slots = capture_slots + tl.load(plan + _BEFORE_PATTERN).to(tl.int64) * capacity
-    after_slots = capture_slots + tl.load(plan + _AFTER_PATTERN).to(tl.int64) * capacity
+    active = tl.load(plan + _SITE)
+    if DEPENDENT:
+        # The launch may have begun while the one before it runs. What came before that is over: the plan is there, the stream is not.
+        # Also where there is nothing to do: whoever follows takes the end of this launch for the end of all before it.
+        tl.extra.cuda.gdc_wait()
+    limit = tl.where(active != 0, tokens, 0)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < WIDTH
-    edited, before_done, after_done = limit * 0, limit * 0, limit * 0  # by this program
 
     token = tl.program_id(0).to(tl.int64)  # 64 bits: token · width may pass 2^31
     while token < limit:
-        before_slot = tl.load(before_slots + token, mask=before > 0, other=-1)
-        after_slot = tl.load(after_slots + token, mask=after > 0, other=-1)
         rows = token_rows + token * _ROWS_PER_TOKEN
-        named = edits * 0  # a bit for each family
-        applied = edits * 0  # configuration rows that do something here
-        for k in range(depth):
-            row_number = tl.load(rows + k)
-            of_row = edits * 0
-            for family in tl.static_range(_FAMILIES):
-                entry_here = tl.load(site_rows + family * configurations + row_number)
-                of_row |= tl.where(entry_here > 0, 1 << family, 0)
-            named |= of_row
-            applied += tl.where(of_row != 0, 1, 0)
-
-        if (before_slot >= 0) | (after_slot >= 0) | (named > 0):
-            at = token * WIDTH + lanes
-            row = tl.load(stream + at, mask=inside, other=0.0)
-            hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row  # unused at a single site
-            if before_slot >= 0:
-                place = (tl.load(plan + _BEFORE_ROW) + before_slot).to(tl.int64) * WIDTH
-                tl.store(ring + place + lanes, _sum(hidden_row, row, PAIR), mask=inside)
-                before_done += 1
-
-            unsound = _unsound(_sum(hidden_row, row, PAIR), inside)
-            rewrites = edits * 0
-            if (named & _REWRITING) != 0:
-                value = _sum(hidden_row, row, PAIR).to(tl.float32)
-                for family in tl.static_range(_FAMILIES):
-                    if (named >> family) & 1:
-                        total = tl.zeros([BLOCK], tl.float32) * -1.0  # −0 + v is v, whatever v's sign
-                        for k in range(depth):
-                            entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(tl.int64)
-                            vectors, numbers = pool + entry * WIDTH, scalars + entry * _SCALARS
-                            live = entry > 0
-                            if (_GRADED >> family) & 1:
-                                live = live & (tl.load(numbers) != 0.0)
-                            if live:
-                                if (_REWRITING >> family) & 1:
-                                    value, changed = _rewritten(family, value, vectors, numbers, lanes, inside, WIDTH)
-                                    rewrites += tl.where(changed, 1, 0)
-                                else:
-                                    total = _shifted(family, total, vectors, lanes, inside)
-                        if not (_REWRITING >> family) & 1:
-                            value += total
-                # Again: kept meanwhile it would cost the registers of a row.
-                row = tl.load(stream + at, mask=inside, other=0.0)
-                if PAIR:
-                    hidden_row = tl.load(hidden + at, mask=inside, other=0.0)
-                if rewrites > 0:
-                    new = value.to(row.dtype)
-                    differs = inside & (_bits(new) != _bits(_sum(hidden_row, row, PAIR)))
-                    if tl.max(differs.to(tl.int32), 0) > 0:  # or another pair would stand for the same row
-                        row = new
-                        tl.store(stream + at, row, mask=inside)
-                        if PAIR:
-                            # −0, not 0: then the pair's sum has the new row's bits also where that is −0.
-                            hidden_row = (tl.zeros([BLOCK], tl.float32) * -1.0).to(row.dtype)
-                            tl.store(hidden + at, hidden_row, mask=inside)
-            # Also where every rewrite left the row as it is.
-            if (rewrites == 0) & ((named & _SHIFTING) != 0):
-                total = tl.zeros([BLOCK], tl.float32) * -1.0
-                for family in tl.static_range(_FAMILIES):
-                    if (_SHIFTING >> family) & 1:
-                        for k in range(depth):
-                            entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(tl.int64)
-                            if entry > 0:
-                                total = _shifted(family, total, pool + entry * WIDTH, lanes, inside)
-                row = (row.to(tl.float32) + total).to(row.dtype)
-                tl.store(stream + at, row, mask=inside)
-
-            if named > 0:
-                mark = tl.where(unsound > 0, -1, _unsound(_sum(hidden_row, row, PAIR), inside)) * tl.load(plan + _SITE)
-                if (mark != 0) & (tl.load(broken + token) == 0):  # the first site counts
-                    tl.store(broken + token, mark)
-                edited += applied
-            if after_slot >= 0:
-                place = (tl.load(plan + _AFTER_ROW) + after_slot).to(tl.int64) * WIDTH
-                tl.store(ring + place + lanes, _sum(hidden_row, row, PAIR), mask=inside)
-                after_done += 1
+        at = token * WIDTH + lanes
+        row = tl.zeros([BLOCK], ring.dtype.element_ty)
+        hidden_row = row
+        loaded = active * 0
+        mark = active * 0
+        for site in range(sites):
+            of_site, entries = plan + site * _COLUMNS, site_rows + site * _FAMILIES * configurations
+            before_slot, after_slot = _slots(of_site, capture_slots, token, capacity)
+            named, applied, depth = _named(of_site, rows, entries, configurations)
+            if (before_slot >= 0) | (after_slot >= 0) | (named > 0):
+                if loaded == 0:
+                    row = tl.load(stream + at, mask=inside, other=0.0)
+                    hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row  # unused where there is no pair
+                    loaded += 1
+                hidden_row, row, found = _visit(
+                    hidden, stream, hidden_row, row, site < branches, at, ring, of_site, rows, entries, pool, scalars, counts,
+                    before_slot, after_slot, named, applied, depth, lanes, inside, configurations,
+                    PAIR=PAIR, MIXED=MIXED, WIDTH=WIDTH, BLOCK=BLOCK,
+                )  # fmt: skip
+                mark = tl.where(mark != 0, mark, found)  # the first site counts
+        if mark != 0:  # noqa: SIM102 -- Triton has no short-circuit
+            if tl.load(broken + token) == 0:
+                tl.store(broken + token, mark)
         token += programs
-
-    done = counts + (tl.load(plan + _SITE) - 1) * _COUNTS
-    if edited > 0:
-        tl.atomic_add(done + _EDITED, edited, sem="relaxed")
-    if before_done > 0:
-        tl.atomic_add(done + _CAPTURED_BEFORE, before_done, sem="relaxed")
-    if after_done > 0:
-        tl.atomic_add(done + _CAPTURED_AFTER, after_done, sem="relaxed")
 
 
 def pair_site(
@@ -263,9 +355,11 @@ def pair_site(
     scalars: torch.Tensor,
     broken: torch.Tensor,
     counts: torch.Tensor,
+    branches: int = 0,
 ) -> None:
     """As `reference.pair_site`; reads `capture_slots`, not `lists`. Raises ValueError for tensors that are not contiguous."""
-    _launch(hidden, residual, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken, counts, pair=True)
+    tensors = (hidden, residual, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken, counts)
+    _launch(*tensors, branches=branches, pair=True)
 
 
 def single_site(
@@ -282,7 +376,8 @@ def single_site(
     counts: torch.Tensor,
 ) -> None:
     """As `reference.single_site`; reads `capture_slots`, not `lists`. Raises ValueError for tensors that are not contiguous."""
-    _launch(stream, stream, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken, counts, pair=False)
+    tensors = (stream, stream, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken, counts)
+    _launch(*tensors, branches=0, pair=False)
 
 
 def _launch(
@@ -298,6 +393,7 @@ def _launch(
     broken: torch.Tensor,
     counts: torch.Tensor,
     *,
+    branches: int,
     pair: bool,
 ) -> None:
     tensors = (hidden, stream, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken, counts)
@@ -310,16 +406,31 @@ def _launch(
         return
     block = triton.next_power_of_2(width)
     programs = min(tokens, MAX_PROGRAMS)
-    _site[(programs,)](
+    dependent = DEPENDENT_LAUNCH and can_depend()
+    _sites[(programs,)](
         *tensors,
         tokens,
         capacity,
-        site_rows.shape[1],
+        site_rows.shape[2],
         programs,
+        len(plan),
+        branches,
         PAIR=pair,
+        MIXED=branches > 0,
         WIDTH=width,
         BLOCK=block,
+        DEPENDENT=dependent,
         num_warps=max(1, min(16, block // _LANES_PER_WARP)),
         maxnreg=_REGISTERS[stream.dtype.itemsize],
         enable_fp_fusion=False,  # the bits of the reference; the memory sets the pace, not the arithmetic
+        **({"launch_pdl": True} if dependent else {}),
     )
+
+
+@cache
+def can_depend() -> bool:
+    """Whether this GPU, and this Triton, have programmatic dependent launches: compute capability 9.0 and up."""
+    if not isinstance(_visit, triton.JITFunction):  # interpreted
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= _FIRST_DEPENDENT and hasattr(tl.extra.cuda, "gdc_wait")

@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for GPUs that are not here, through the launch itself. A program that prints JSON.
 
-The object is architecture → how many compilations the launches led to, over dtypes, sizes and numbers of tokens: of pair
-sites and of single ones.
+The object is architecture → how many compilations the launches led to, over dtypes, sizes, numbers of tokens and of sites: of pair
+sites, of pairs behind a branch, and of single ones.
 """
 
 import json
@@ -14,12 +14,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 from midstream.kernels import triton_site
-from midstream.kernels.plan import Does, SitePlan
+from midstream.kernels.plan import Does, SitePlan, build_group
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (37, 576, 4096)
 #: Triton tells 1 and multiples of 16 from other integers, if it is not told to leave it.
 TOKENS = (1, 7, 16)
+KINDS = ("pair", "behind a branch", "single")
 
 
 class Absent(DriverBase):
@@ -66,32 +67,34 @@ class CompiledOnly:
         def launch(*arguments: Any, **options: Any) -> None:
             compiled = self._kernel.warmup(*arguments, grid=grid, **options)
             assert compiled.asm["cubin"]
+            assert compiled.metadata.target.arch == triton.runtime.driver.active.get_current_target().arch
             self.made.add(compiled.hash)
 
         return launch
 
 
-def compilations(architecture: int, *, pair: bool) -> int:
+def compilations(architecture: int, kind: str) -> int:
+    """`kind`: one of KINDS."""
     triton.runtime.driver.set_active(Absent(architecture))
-    kernel = triton_site._site
-    triton_site._site = recorder = CompiledOnly(kernel)
+    triton_site.can_depend.cache_clear()
+    kernel = triton_site._sites
+    kernel.device_caches.clear()  # it remembers for which architecture it compiled on device 0
+    triton_site._sites = recorder = CompiledOnly(kernel)
     try:
         for dtype in DTYPES:
             for width in WIDTHS:
-                for tokens in TOKENS:
+                for sites, tokens in enumerate(TOKENS, 1):
                     plan = SitePlan(width, [{"add": Does(torch.zeros(1, width))}] * tokens, {0: [1]}, before=[0])
-                    planned = plan.build(tokens, dtype)
+                    planned = build_group([plan] * sites, tokens, dtype)
                     rows = [torch.zeros(tokens, width, dtype=dtype) for _ in range(3)]
-                    if pair:
-                        triton_site.pair_site(*rows, *planned)
-                    else:
+                    if kind == "single":
                         triton_site.single_site(*rows[1:], *planned)
+                    else:
+                        triton_site.pair_site(*rows, *planned, int(kind == "behind a branch"))
     finally:
-        triton_site._site = kernel
+        triton_site._sites = kernel
     return len(recorder.made)
 
 
 if __name__ == "__main__":
-    json.dump(
-        {str(architecture): [compilations(architecture, pair=pair) for pair in (True, False)] for architecture in (80, 90)}, sys.stdout
-    )
+    json.dump({str(architecture): [compilations(architecture, kind) for kind in KINDS] for architecture in (80, 90)}, sys.stdout)

@@ -15,6 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import pytest
 import torch
 import triton.language as tl
+from site_groups import check_groups, check_groups_against
 from site_kit import DTYPES, EXACT, Case, Op, begin, new_seed, random_case, run, same_bits
 from site_properties import PROPERTIES
 from triton.runtime import interpreter
@@ -85,12 +86,17 @@ def a_kernel_that_leaves_a_row_out_counts_one_fewer(pair_site: Op, single_site: 
         plan = SitePlan(5, [{"add": Does(torch.ones(1, 5))}], {token: [1] for token in range(9)}, range(9), range(9), 0, 9, site=3)
         case = Case(plan, torch.zeros(9, 5) if pair else None, torch.zeros(9, 5), 18, 9)
         assert run(case, pair_site, single_site).counts.tolist() == [[0] * 3, [0] * 3, [9] * 3]
-        kernel = triton_site._site
-        triton_site._site = _OneRowFewer(kernel)
+        kernel = triton_site._sites
+        triton_site._sites = _OneRowFewer(kernel)
         try:
             assert run(case, pair_site, single_site).counts.tolist() == [[0] * 3, [0] * 3, [8] * 3]
         finally:
-            triton_site._site = kernel
+            triton_site._sites = kernel
+
+
+def sites_that_share_a_launch_give_the_bits_of_one_launch_each(pair_site: Op, single_site: Op) -> None:
+    check_groups(pair_site, single_site, rounds=2, widths=(5, 37), tokens=5)
+    check_groups_against(pair_site, single_site, (reference.pair_site, reference.single_site), rounds=2, width=37)
 
 
 def no_tokens_are_no_launch(pair_site: Op, single_site: Op) -> None:
@@ -112,6 +118,7 @@ SENTENCES = PROPERTIES | {
         few_programs_walk_over_many_tokens,
         padding_beyond_the_buffers_is_left_alone,
         a_kernel_that_leaves_a_row_out_counts_one_fewer,
+        sites_that_share_a_launch_give_the_bits_of_one_launch_each,
         no_tokens_are_no_launch,
         tensors_with_gaps_are_refused,
     )

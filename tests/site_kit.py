@@ -98,7 +98,8 @@ class Outcome:
 
 def _poisoned(planned: Planned, plan: SitePlan) -> Planned:
     """Nonsense in every place that the contract leaves open, so that reading it shows."""
-    columns, depth = planned.plan, int(planned.plan[DEPTH])
+    columns = planned.plan[0]
+    depth = int(columns[DEPTH])
     for column in set(range(COLUMNS)) - {EDITS, EDITS_AT, DEPTH, ALIKE, ALIKE_FROM, SITE, *BEFORE, *AFTER}:
         columns[column] = -99
     if not columns[ALIKE]:
@@ -114,7 +115,7 @@ def _poisoned(planned: Planned, plan: SitePlan) -> Planned:
     used = torch.zeros_like(planned.scalars, dtype=torch.bool)
     for row, configuration in enumerate(plan.configurations, 1):
         for name, does in configuration.items():
-            family, entry = FAMILIES[PLACE[name]], int(planned.site_rows[PLACE[name], row])
+            family, entry = FAMILIES[PLACE[name]], int(planned.site_rows[0, PLACE[name], row])
             used[entry, : len(family.scalars)] = True
             for scalar in family.of_each_term:
                 used[entry : entry + len(does.vectors) : family.entries(), family.column(scalar)] = True

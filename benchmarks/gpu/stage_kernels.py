@@ -22,11 +22,12 @@ if not ASKED.gpu:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from site_groups import KINDS, check_groups, check_groups_against
 from site_kit import DTYPES, EXACT, Case, Op, check, random_case, run, same_bits
 from site_properties import PROPERTIES
 
 from midstream.kernels import reference, triton_site
-from midstream.kernels.plan import COLUMNS, NO_SLOT, ROWS_PER_TOKEN, Does, Planned, SitePlan, lowrank
+from midstream.kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN, Does, Planned, SitePlan, lowrank
 from midstream.schemas.interventions import PLACE, SCALARS
 
 #: What the stage launches: not the ops of `midstream.kernels`, which on the CPU are the reference.
@@ -53,11 +54,12 @@ FAR = 2**31
 def there_and_back(op: Op) -> Op:
     """`op` on the GPU, for tensors on the CPU."""
 
-    def call(*tensors: torch.Tensor) -> None:
-        on_gpu = [tensor.to(DEVICE, copy=True) for tensor in tensors]
+    def call(*given: torch.Tensor | int) -> None:
+        on_gpu = [each.to(DEVICE, copy=True) if isinstance(each, torch.Tensor) else each for each in given]
         op(*on_gpu)
-        for host, device in zip(tensors, on_gpu, strict=True):
-            host.copy_(device)
+        for host, device in zip(given, on_gpu, strict=True):
+            if isinstance(host, torch.Tensor):
+                host.copy_(device)
 
     return call
 
@@ -96,6 +98,15 @@ def check_against_reference(shapes: Sequence[tuple[int, int]]) -> int:
     return cases
 
 
+def check_shared_launches() -> int:
+    """Sites that share a launch give the bits of one launch each, and of the reference where nothing is summed."""
+    on_gpu = there_and_back(pair_site), there_and_back(single_site)
+    widths, rounds = ((37,), 1) if ASKED.tiny else ((1, 37, 576, 8192), 20)
+    check_groups(*on_gpu, rounds=rounds, widths=widths)
+    check_groups_against(*on_gpu, (reference.pair_site, reference.single_site), rounds=rounds, width=37)
+    return rounds * len(KINDS) * len(DTYPES) * (len(widths) + 1)
+
+
 class GraphOfOneSite:
     """One op captured in a CUDA graph over persistent buffers; `pair` and `single` load a case, replay, and read back."""
 
@@ -106,14 +117,15 @@ class GraphOfOneSite:
             return torch.zeros(*shape, dtype=kind, device="cuda")
 
         self.planned = Planned(
-            zeros(COLUMNS),
+            zeros(1, COLUMNS),
             zeros(1),
             zeros(self.CAPACITY, ROWS_PER_TOKEN),
             zeros(2, self.CAPACITY),
-            zeros(len(PLACE), 1 + self.CONFIGURATIONS),
+            zeros(1, len(PLACE), 1 + self.CONFIGURATIONS),
             zeros(1 + self.ENTRIES, width, kind=dtype),
             zeros(1 + self.ENTRIES, SCALARS, kind=torch.float32),
             zeros(self.CAPACITY),
+            zeros(1, COUNTS),
         )
         self.written = [zeros(tokens, width, kind=dtype) for _ in range(1 + pair)] + [zeros(self.RING, width, kind=dtype)]
         op = pair_site if pair else single_site
@@ -130,12 +142,15 @@ class GraphOfOneSite:
             buffer[: len(values)] = values.cuda()
         self.planned.plan.copy_(planned.plan)
         self.planned.capture_slots.fill_(NO_SLOT)
-        for name in ("token_rows", "capture_slots", "site_rows", "pool", "scalars"):
+        self.planned.site_rows[:, :, : planned.site_rows.shape[2]] = planned.site_rows.cuda()
+        for name in ("token_rows", "capture_slots", "pool", "scalars"):
             values = getattr(planned, name)
             getattr(self.planned, name)[: values.shape[0], : values.shape[1]] = values.cuda()
         self.planned.broken.zero_()
+        self.planned.counts.zero_()
         self._graph.replay()
         planned.broken.copy_(self.planned.broken[: len(planned.broken)])
+        planned.counts.copy_(self.planned.counts)
         for buffer, values in zip(self.written, written, strict=True):
             values.copy_(buffer[: len(values)])
 
@@ -290,10 +305,10 @@ def main() -> None:
         from site_interpreter import _round_as_gpus_do
 
         _round_as_gpus_do()
-        cases = check_against_reference(SHAPES)
+        cases = check_against_reference(SHAPES) + check_shared_launches()
         kit.finish(ASKED, {"figures": {"cases": {"value": cases}}, "notes": ["Triton's interpreter: nothing was timed"]})
         return
-    checks: dict[str, Any] = {"properties": check_properties(), "cases": check_against_reference(SHAPES)}
+    checks: dict[str, Any] = {"properties": check_properties(), "cases": check_against_reference(SHAPES) + check_shared_launches()}
     checks |= {"graph_replays": check_graphs(), "far_offsets": check_far_offsets(), "sanitizer": sanitized()}
     figures = {name: {"value": checks[name]} for name in ("cases", "graph_replays")}
     notes = [f"{name}: {found}" for name, found in checks.items()]

@@ -141,7 +141,7 @@ class Rank:
                 np.concatenate([stream_of(request.number, site.hook, site.layer, first, count) for request, first, count in windows])
             )
             arguments = [
-                getattr(self.buffers, name)[index] if name in ("plan", "site_rows") else getattr(self.buffers, name)
+                getattr(self.buffers, name)[index : index + 1] if name in ("plan", "site_rows") else getattr(self.buffers, name)
                 for name in ("ring", *Planned._fields)
             ]
             if site.busy or self._traced:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tree import ROOT
 
 from midstream.schemas.selectors import HOOKS, Hook
 from midstream.workers.runner.architectures import ARCHITECTURES, PRE_NORM, Variant, neighbours
@@ -154,7 +155,8 @@ def test_the_launches_of_a_forward_hold_every_site_once() -> None:
         assert sorted(hook for group in groups for hook in group) == sorted([*variant.taps] * 4)
 
 
-def test_the_table_has_a_row_for_each_model_and_case() -> None:
+def test_the_table_is_the_page_s_and_has_a_row_for_each_model_and_case() -> None:
     text = table()
+    assert text in (ROOT / "docs" / "kernels.md").read_text(), "print it with `python -m midstream.workers.runner.site_costs`"
     assert all(shape.name in text for shape in SHAPES)
     assert all(f"| {case} |" in text for case in CASES)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from site_groups import check_groups
 from site_kit import DTYPES, Case, begin, check, new_seed, random_case, run, same_bits, some_of
 from site_properties import PROPERTIES, a_matched_addition_is_measured_by_the_whole_stream
 from site_truth import ORDER
@@ -26,6 +27,7 @@ from midstream.kernels.plan import (
     Does,
     Planned,
     SitePlan,
+    build_group,
     laid_out,
     lowrank,
     unit,
@@ -65,6 +67,15 @@ def test_the_kit_detects_a_slightly_wrong_row(name: str, dtype: torch.dtype) -> 
     check(case, run(case, pair_site, single_site))
     with pytest.raises(AssertionError, match="known, token 1: "):
         check(case, run(case, off, single_site))
+
+
+def test_sites_that_share_a_launch_give_the_bits_of_one_launch_each() -> None:
+    check_groups(pair_site, single_site, rounds=12, widths=(1, 37, 576))
+
+
+def test_the_sites_of_a_launch_edit_the_same_tokens() -> None:
+    with pytest.raises(ValueError, match="edit the same tokens with the same rows"):
+        build_group([SitePlan(WIDTH, [{}], {1: [1]}), SitePlan(WIDTH, [{}], {2: [1]})], 4, torch.float32)
 
 
 def test_every_family_has_one_formula_and_a_place() -> None:
@@ -309,11 +320,11 @@ def test_a_run_of_tokens_with_one_row_has_the_bits_of_tokens_taken_one_by_one(dt
     does = {"add": Does(-0.5 * vector), "clamp": Does(vector, (1.0, -0.1, 0.1)), "ablate": Does(vector, (1.0,))}
     plan = SitePlan(32, [{}, {name: does[name] for name in configuration}], {token: (2,) for token in range(3, 300)})
     planned = plan.build(310, dtype)
-    assert (int(planned.plan[ALIKE]), int(planned.plan[ALIKE_FROM])) == (2, 3)
+    assert (int(planned.plan[0, ALIKE]), int(planned.plan[0, ALIKE_FROM])) == (2, 3)
     hidden, residual = (torch.randn(310, 32, generator=generator).to(dtype) for _ in range(2))
     found = []
     for alike in (2, 0):
-        planned.plan[ALIKE] = alike
+        planned.plan[0, ALIKE] = alike
         streams = hidden.clone(), residual.clone()
         pair_site(*streams, torch.zeros(0, 32, dtype=dtype), *planned)
         found.append(torch.stack(streams))

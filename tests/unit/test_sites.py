@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.kernels import idle_sites
-from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLOT, Planned
+from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLOT, SITE, Planned
 from midstream.schemas.interventions import PLACE
 from midstream.schemas.selectors import HOOKS, Hook
 from midstream.workers.runner import sites as site_module
@@ -16,7 +17,7 @@ from midstream.workers.runner.architectures import PRE_NORM, Adapter, Tap, Unsup
 from midstream.workers.runner.sites import Buffers, Site, Sizes, install, warm_up
 
 HIDDEN, TOKENS = 8, 5
-SIZES = Sizes(ring_rows=64, capacity=TOKENS, lists=64, patterns=2, configurations=2, entries=8)
+SIZES = Sizes(ring_rows=256, capacity=TOKENS, lists=64, patterns=2, configurations=2, entries=8)
 
 
 class Norm(nn.Module):
@@ -115,6 +116,7 @@ def capture_all(sites: list[Site], buffers: Buffers, port: Any = BEFORE) -> None
     for index, site in enumerate(sites):
         site.busy = True
         plan = buffers.plan[index]
+        plan[SITE] = index + 1
         plan[port.COUNT], plan[port.START], plan[port.ROW] = TOKENS, 0, index * TOKENS
 
 
@@ -122,10 +124,18 @@ def captured(sites: list[Site], buffers: Buffers) -> dict[tuple[Hook, int], torc
     return {(site.hook, site.layer): buffers.ring[i * TOKENS : (i + 1) * TOKENS].clone() for i, site in enumerate(sites)}
 
 
+def launch(sites: list[Site], buffers: Buffers, index: int) -> None:
+    """The launch of this site has something to do, as the planner says it."""
+    first = max(place for place in range(index + 1) if sites[place].leads)
+    for place in range(first, index + 1):
+        sites[place].busy = True
+        buffers.plan[place, SITE] = place + 1
+
+
 def edit(sites: list[Site], buffers: Buffers, hook: Hook, layer: int, vector: torch.Tensor, token: int) -> None:
     """Add `vector` to one row at one site."""
     index = next(i for i, site in enumerate(sites) if (site.hook, site.layer) == (hook, layer))
-    sites[index].busy = True
+    launch(sites, buffers, index)
     buffers.pool[1], buffers.lists[0], buffers.token_rows[token, 0] = vector, token, 1
     buffers.site_rows[index, PLACE["add"], 1] = 1
     buffers.plan[index, EDITS], buffers.plan[index, EDITS_AT], buffers.plan[index, DEPTH] = 1, 0, 1
@@ -237,7 +247,8 @@ def test_an_idle_site_calls_nothing_and_a_site_of_a_captured_graph_always_does()
 @pytest.mark.parametrize(
     ("kind", "hooks", "wanted"),
     [
-        ("pair", HOOKS, ["pair", "single"]),
+        ("pair", HOOKS, ["pair", "single", "pair behind a branch"]),
+        ("pair", ("attn_out", "post_attn"), ["pair behind a branch"]),
         ("pair", ("post_block",), ["pair"]),
         ("pair", ("attn_out",), ["single"]),
         ("single", HOOKS, ["single"]),
@@ -251,15 +262,16 @@ def test_warm_up_runs_each_op_that_the_model_has_once(
     for name in ("pair", "single"):
         op = getattr(site_module, f"{name}_site")
 
-        def recorded(*tensors: torch.Tensor, name: str = name, op: Any = op) -> None:
-            ran.append((name, tensors[0].shape, tensors[0].dtype))
-            op(*tensors)
+        def recorded(*arguments: Any, name: str = name, op: Any = op) -> None:
+            behind = " behind a branch" if isinstance(arguments[-1], int) and arguments[-1] else ""
+            ran.append((name + behind, arguments[0].shape, arguments[0].dtype))
+            op(*arguments)
 
         monkeypatch.setattr(site_module, f"{name}_site", recorded)
     model, adapter = toy(kind)
     sites, buffers = install(model, adapter, SIZES, hooks, dtype=torch.bfloat16, device=torch.device("cpu"), always=False)
     warm_up(sites, buffers)
-    assert ran == [(name, torch.Size([1, HIDDEN]), torch.bfloat16) for name in wanted]
+    assert sorted(ran) == sorted((name, torch.Size([1, HIDDEN]), torch.bfloat16) for name in wanted)
     assert not any(getattr(buffers, field.name).any() for field in fields(Buffers) if field.name != "capture_slots")
 
 
@@ -326,3 +338,74 @@ def test_a_hook_that_the_architecture_lacks_is_refused_by_name() -> None:
 
 def test_the_buffers_are_the_arguments_of_the_ops_in_their_order() -> None:
     assert tuple(field.name for field in fields(Buffers)) == ("ring", *Planned._fields)
+
+
+# -- sites that share a launch ---------------------------------------------------------------------------------------------
+
+HANDED_ON = Adapter("Toy", Variant("layers", PRE_NORM, hands_on=True), HIDDEN, 2)
+SINGLE_HANDED_ON = Adapter("Toy", Variant("layers", _materialised("attn", "ln_2", "mlp"), hands_on=True), HIDDEN, 2)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the calls of the ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "midstream"
+        return func(*args, **(kwargs or {}))
+
+
+def launches(adapter: Adapter, *, always: bool, layers: int = 2) -> int:
+    """Ops of a forward in which every site has something to do."""
+    pair = PairModel(layers).requires_grad_(False)
+    model: nn.Module = pair if adapter.variant.taps is PRE_NORM else SingleModel(pair)
+    sites, buffers = put(model, adapter, always=always)
+    capture_all(sites, buffers)
+    with Launches() as counted:
+        model(X)
+    return counted.count
+
+
+def test_launches_of_a_forward_before_and_after() -> None:
+    assert launches(HANDED_ON, always=True, layers=4) == 4 * 3 + 1, "the stream that enters the first layer is a launch of its own"
+    assert launches(HANDED_ON, always=False, layers=4) == 4 * 4, "re-entry begins before pre_attn, which stays alone"
+    assert launches(PAIR, always=True, layers=4) == 4 * 4, "not known to hand on what a layer gives"
+    assert launches(SINGLE_HANDED_ON, always=True, layers=4) == 4 * 5 + 1
+    assert launches(SINGLE, always=True, layers=4) == 4 * 6
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("kind", ["pair", "single"])
+def test_shared_launches_give_the_bits_of_sites_one_by_one(kind: str, traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every site captures before and after, and adds to some rows."""
+    found = []
+    for merged in (True, False):
+        if not merged:
+            monkeypatch.setattr(
+                "midstream.workers.runner.sites.neighbours", lambda variant, hooks, **_: [(hook,) for hook in hooks if hook in variant.taps]
+            )
+        model, _ = toy(kind)
+        sites, buffers = put(model, HANDED_ON if kind == "pair" else SINGLE_HANDED_ON, always=True)
+        assert all(site.leads for site in sites) != merged
+        capture_all(sites, buffers)
+        for site in sites:
+            edit(sites, buffers, site.hook, site.layer, torch.linspace(-1, 1, HIDDEN), token=2)
+            buffers.lists[0] = 2
+        for index in range(len(sites)):
+            buffers.plan[index, [AFTER.COUNT, AFTER.START, AFTER.ROW]] = torch.tensor([TOKENS, 0, (len(sites) + index) * TOKENS]).int()
+        out = (torch.compile(model, fullgraph=True, backend="aot_eager") if traced else model)(X)
+        found.append((out, buffers.ring, buffers.counts))
+        assert buffers.counts.tolist() == [[1, TOKENS, TOKENS]] * len(sites)
+    for together, apart in zip(*found, strict=True):
+        assert torch.equal(together, apart)
+
+
+def test_a_model_that_keeps_what_lies_between_layers_shares_nothing_between_them() -> None:
+    """As for EAGLE-3: what it keeps behind a layer must not have the next one's edits."""
+    model = PairModel().requires_grad_(False)
+    model.aux_hidden_state_layers = (1,)
+    sites, _ = put(model, HANDED_ON, always=True)
+    assert [site.hook for site in sites if not site.leads] == ["post_attn", "post_block"] * 2

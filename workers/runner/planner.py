@@ -86,6 +86,7 @@ class Planner:
         self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
         self._staging = Staging(buffers, traced=traced)
         self._plan = np.zeros((len(self._sites), columns.COLUMNS), dtype=np.int32)
+        self._firsts = np.flatnonzero([site.leads for site in self._sites])  # of each launch
         self._edits = False
         self._edit_counts = np.zeros(len(self._sites), dtype=np.int32)  # edits that each site is to make
         self._edited: list[tuple[str, np.ndarray]] = []  # request, and the sites that one of its rows edits
@@ -243,7 +244,8 @@ class Planner:
         busy = bool(active.any())
         self.due = None
         if busy:
-            self._plan[active, columns.SITE] = np.flatnonzero(active) + 1
+            launched = np.repeat(np.logical_or.reduceat(active, self._firsts), np.diff(self._firsts, append=len(active)))
+            self._plan[launched, columns.SITE] = np.flatnonzero(launched) + 1
             captures = (self._plan[:, port.COUNT] for port in (columns.BEFORE, columns.AFTER))
             self.due = Due(np.stack([self._edit_counts, *captures], axis=1), self._edited, self._captured)
         if busy or self._busy:
@@ -252,16 +254,15 @@ class Planner:
             except Exception:
                 self._abandon()
                 raise
-            for site, is_active in zip(self._sites, active.tolist(), strict=True):
-                site.busy = is_active
+            for site, is_launched in zip(self._sites, (self._plan[:, columns.SITE] > 0).tolist(), strict=True):
+                site.busy = is_launched
         self._busy = busy
 
     def lose_site(self) -> None:
         """Tests only: the last site with something to do in the next forward does not run."""
-        busy = [number for number, site in enumerate(self._sites) if site.busy]
-        if busy:
-            self._sites[busy[-1]].busy = False
-            self._buffers.plan[busy[-1]] = 0
+        work = [columns.EDITS, columns.BEFORE.COUNT, columns.AFTER.COUNT]
+        last = np.flatnonzero(self._plan[:, work].any(axis=1))[-1]
+        self._buffers.plan[last, work] = 0
 
     def _abandon(self) -> None:
         self._plan[:] = 0

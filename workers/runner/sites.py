@@ -1,12 +1,13 @@
 """Installation of hook points in a loaded model: wraps the instances of the modules that the adapter names.
 
-Sites are installed after loading and before compilation or graph capture; model files stay as they are. In a traced
-forward every site is one opaque op whose tensors are buffers of its module, so the same graph serves idle and busy
-steps. A forward that runs as Python asks first whether the site is busy.
+Sites are installed after loading and before compilation or graph capture; model files stay as they are. Neighbouring sites,
+whose tensors are the same, share one launch. In a traced forward every launch is one opaque op whose tensors are buffers of its
+module, so the same graph serves idle and busy steps. A forward that runs as Python asks first whether the launch is busy.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,7 +18,7 @@ from ...kernels import pair_site, single_site
 from ...kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN
 from ...schemas.interventions import FAMILIES, SCALARS
 from ...schemas.selectors import Hook
-from .architectures import Adapter, Kind, Side, Tap, UnsupportedArchitectureError
+from .architectures import Adapter, Kind, Side, UnsupportedArchitectureError, neighbours
 
 #: Module of vLLM's Transformers backend.
 BACKEND_MODULE = "vllm.model_executor.models.transformers"
@@ -30,7 +31,8 @@ class Site:
     hook: Hook
     layer: int  # absolute layer number
     kind: Kind
-    busy: bool = False  # the forward that follows has something to do here; traced forwards do not ask
+    busy: bool = False  # the forward that follows has something to do in this site's launch; traced forwards do not ask
+    leads: bool = True  # it is the first site of its launch; the sites behind it that do not lead share it
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,11 @@ class Buffers:
     counts: torch.Tensor  # int32 [sites, COUNTS], written by the sites
 
 
-#: In the order of the ops' arguments; of two of them a site gets its own row.
+#: In the order of the ops' arguments; of two of them a launch gets its own rows.
 _ORDER = tuple(field.name for field in fields(Buffers))
 _BY_SITE = ("plan", "site_rows")
 
-#: (hidden, residual or None) → None: runs the op of one site.
+#: (hidden, residual or None) → None: runs the op of one launch.
 _Visit = Callable[[torch.Tensor, torch.Tensor | None], None]
 
 
@@ -77,8 +79,8 @@ def install(
 ) -> tuple[list[Site], Buffers]:
     """Wrap what the adapter names in the layers that this rank holds, for each of `hooks`.
 
-    Returns the sites in (layer, hook) order, where site `i` is `plan[i]` and `site_rows[i]`, and the buffers. `always`: a
-    graph is captured from a forward that runs as Python, so that every op must be in it. Raises
+    Returns the sites in (layer, hook) order, where site `i` is `plan[i]` and `site_rows[i]`, and the buffers. `always`: the forward
+    is traced, or a graph is captured from it, so that every op must be in it, and none begins above the first layer. Raises
     UnsupportedArchitectureError when a hook does not exist or the model is not built as the adapter says.
     """
     if type(model).__module__.startswith(BACKEND_MODULE) != adapter.variant.backend:
@@ -89,14 +91,17 @@ def install(
     ordered = [hook for hook in adapter.hooks if hook in hooks]
     for hook in hooks:
         adapter.tap(hook, 0)
-    placed = [(number, layer, hook, adapter.tap(hook, number)) for number, layer in held_layers(model, adapter) for hook in ordered]
+    layers = held_layers(model, adapter)
+    placed = [(number, layer, hook, adapter.tap(hook, number)) for number, layer in layers for hook in ordered]
     sites = [Site(hook, number, tap.kind) for number, _, hook, tap in placed]
     buffers = _buffers(len(sites), sizes, adapter.hidden_size, dtype, device)
-    visits: dict[nn.Module, dict[Side, list[tuple[Tap, _Visit]]]] = {}
-    for index, (site, (_, layer, _, tap)) in enumerate(zip(sites, placed, strict=True)):
+    _lead(sites, adapter, ordered, next_layer=always and not _read_between_layers(model, adapter))
+    visits: dict[nn.Module, dict[Side, list[tuple[bool, _Visit]]]] = {}
+    for first, mine in _launches(sites):
+        _, layer, _, tap = placed[first]
         module = _submodule(layer, tap.path, adapter)
-        visit = _visit(module, site, index, buffers, always)
-        visits.setdefault(module, {"input": [], "output": []})[tap.side].append((tap, visit))
+        visit = _visit(module, mine, first, buffers, always)
+        visits.setdefault(module, {"input": [], "output": []})[tap.side].append((mine[-1].kind == "pair", visit))
     for module, sides in visits.items():
         _wrap(module, sides["input"], sides["output"])
     return sites, buffers
@@ -105,16 +110,43 @@ def install(
 def warm_up(sites: Sequence[Site], buffers: Buffers) -> None:
     """Run each op that the sites need once, on one row, while nothing is planned.
 
-    On a GPU this compiles the kernels, each of which is the same for every number of rows. Without graphs the first busy step would.
+    On a GPU this compiles the kernels, each of which is the same for every number of rows and of sites. Without graphs the first
+    busy step would.
     """
-    for kind in sorted({site.kind for site in sites}):
-        index = next(index for index, site in enumerate(sites) if site.kind == kind)
-        arguments = [getattr(buffers, name)[index] if name in _BY_SITE else getattr(buffers, name) for name in _ORDER]
+    kinds = {(mine[0].kind, mine[-1].kind): (first, mine) for first, mine in _launches(sites)}  # pairs behind a branch are their own
+    for _, (first, mine) in sorted(kinds.items()):
+        one = slice(first, first + len(mine))
+        arguments = [getattr(buffers, name)[one] if name in _BY_SITE else getattr(buffers, name) for name in _ORDER]
         stream = buffers.pool.new_zeros(1, buffers.pool.shape[1])
-        if kind == "pair":
-            pair_site(stream, stream.clone(), *arguments)
+        if mine[-1].kind == "pair":
+            pair_site(stream, stream.clone(), *arguments, _branches(mine))
         else:
             single_site(stream, *arguments)
+
+
+def _launches(sites: Sequence[Site]) -> Iterator[tuple[int, Sequence[Site]]]:
+    """The sites that share a launch, and the number of the first."""
+    firsts = [number for number, site in enumerate(sites) if site.leads]
+    for first, stop in itertools.pairwise([*firsts, len(sites)]):
+        yield first, sites[first:stop]
+
+
+def _branches(sites: Sequence[Site]) -> int:
+    """How many sites of a launch are of `hidden` alone, where the last is of a pair."""
+    return sum(site.kind == "single" for site in sites)
+
+
+def _lead(sites: Sequence[Site], adapter: Adapter, hooks: Sequence[Hook], *, next_layer: bool) -> None:
+    """Say of each site whether it is the first of its launch. `sites`: of all held layers, which follow each other, in order."""
+    groups = neighbours(adapter.variant, hooks, next_layer=next_layer)
+    shared = {pair for group in groups for pair in itertools.pairwise(group)}
+    for last, site in itertools.pairwise(sites):
+        site.leads = (last.hook, site.hook) not in shared
+
+
+def _read_between_layers(model: nn.Module, adapter: Adapter) -> bool:
+    """Whether the model keeps what lies between some layers (for EAGLE-3): it must not see the edits of the layer behind."""
+    return bool(getattr(_submodule(model, adapter.layers.rpartition(".")[0], adapter), "aux_hidden_state_layers", ()))
 
 
 def held_layers(model: nn.Module, adapter: Adapter) -> list[tuple[int, nn.Module]]:
@@ -148,11 +180,12 @@ def _buffers(sites: int, sizes: Sizes, hidden: int, dtype: torch.dtype, device: 
     )
 
 
-def _visit(module: nn.Module, site: Site, index: int, buffers: Buffers, always: bool) -> _Visit:
-    """The call of one site's op, from a traced forward and from one that runs as Python."""
-    own = {name: getattr(buffers, name)[index] for name in _BY_SITE}
+def _visit(module: nn.Module, sites: Sequence[Site], first: int, buffers: Buffers, always: bool) -> _Visit:
+    """The call of the op of these sites, from a traced forward and from one that runs as Python. `first`: their first row."""
+    own = {name: getattr(buffers, name)[first : first + len(sites)] for name in _BY_SITE}
+    leader, branches = sites[0], _branches(sites)
     # Buffers on the module become inputs of the traced graph, as weights do. They are never saved.
-    names = tuple(f"midstream_{site.hook}_{name}" if name in own else f"midstream_{name}" for name in _ORDER)
+    names = tuple(f"midstream_{leader.hook}_{name}" if name in own else f"midstream_{name}" for name in _ORDER)
     for name, of_module in zip(_ORDER, names, strict=True):
         module.register_buffer(of_module, own.get(name, getattr(buffers, name)), persistent=False)
 
@@ -162,30 +195,29 @@ def _visit(module: nn.Module, site: Site, index: int, buffers: Buffers, always: 
         return [own[name] if name in own else getattr(buffers, name) for name in _ORDER]
 
     def visit(hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        if torch.compiler.is_compiling() or always or site.busy:
+        if torch.compiler.is_compiling() or always or leader.busy:
             if residual is None:
                 single_site(hidden, *arguments())
             else:
-                pair_site(hidden, residual, *arguments())
+                pair_site(hidden, residual, *arguments(), branches)
 
     return visit
 
 
-def _wrap(module: nn.Module, before: list[tuple[Tap, _Visit]], after: list[tuple[Tap, _Visit]]) -> None:
-    """Have `module.forward` visit these sites, in order, before and after what it does."""
+def _wrap(module: nn.Module, before: Sequence[tuple[bool, _Visit]], after: Sequence[tuple[bool, _Visit]]) -> None:
+    """Have `module.forward` visit these sites, in order, before and after what it does. Each: whether it takes a pair, the call."""
     forward = module.forward
     hidden_at, residual_at = places(forward)
     # Closed over, not read from objects: tracing guards what it reads.
-    inputs = tuple((visit, tap.kind == "pair") for tap, visit in before)
-    outputs = tuple((visit, tap.kind == "pair") for tap, visit in after)
+    inputs, outputs = tuple(before), tuple(after)
 
     def with_sites(*args: Any, **kwargs: Any) -> Any:
-        for visit, pair in inputs:
+        for pair, visit in inputs:
             hidden = args[hidden_at] if hidden_at < len(args) else kwargs["hidden_states"]
             residual = (args[residual_at] if residual_at < len(args) else kwargs["residual"]) if pair else None
             visit(hidden, residual)
         output = forward(*args, **kwargs)
-        for visit, pair in outputs:
+        for pair, visit in outputs:
             visit(output[0] if isinstance(output, tuple) else output, output[1] if pair else None)
         return output
 

@@ -1,0 +1,68 @@
+"""What the kernel is in machine code stays as good as it is: nothing here needs a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tree import ROOT
+
+#: Bytes of a thread that are spilled at most, by the dtype's bytes. Before sites shared a launch: 104 to 136 in the 16-bit types.
+SPILLED = {2: 96, 4: 24}
+REGISTERS = {2: 64, 4: 96}
+#: Before: 25, with 3 loads.
+IDLE_INSTRUCTIONS = 17
+WIDTH = 8192
+
+
+def paper(cache: Path, architecture: int) -> list[dict[str, Any]]:
+    script = ROOT / "benchmarks" / "gpu" / "paper.py"
+    arguments = [sys.executable, str(script), "--json", "--widths", str(WIDTH), "--architecture", str(architecture)]
+    done = subprocess.run(arguments, env={**os.environ, "TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    assert {each["architecture"] for each in found} == {architecture}
+    return found
+
+
+@pytest.fixture(scope="module")
+def hopper(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return paper(tmp_path_factory.mktemp("triton"), 90)
+
+
+def bytes_of(each: dict[str, Any]) -> int:
+    return 4 if each["dtype"] == "float32" else 2
+
+
+def test_registers_and_spills_are_no_more_than_they_were(hopper: list[dict[str, Any]]) -> None:
+    for each in hopper:
+        assert each["registers"] <= REGISTERS[bytes_of(each)], each
+        assert each["spilled"] <= SPILLED[bytes_of(each)], each
+        assert each["rows_per_sm"] >= 2 // (bytes_of(each) // 2), each
+
+
+def test_every_access_to_a_row_has_16_bytes(hopper: list[dict[str, Any]]) -> None:
+    for each in hopper:
+        assert each["wide"] >= 30, each
+        assert each["narrow"] == 0, each
+
+
+def test_an_idle_launch_reads_one_number_and_ends(hopper: list[dict[str, Any]]) -> None:
+    for each in hopper:
+        assert each["idle_loads"] == 1, each
+        assert each["idle_instructions"] <= IDLE_INSTRUCTIONS, each
+
+
+def test_only_the_plan_is_read_before_the_launch_before_has_ended(hopper: list[dict[str, Any]]) -> None:
+    assert {each["early_loads"] for each in hopper} == {1}
+
+
+def test_counted_rows_are_added_without_waiting_for_the_sum(hopper: list[dict[str, Any]]) -> None:
+    assert {each["reductions"] for each in hopper} == {3}
+
+
+def test_older_gpus_get_no_early_launches(tmp_path: Path) -> None:
+    assert {each["early_loads"] for each in paper(tmp_path, 80)} == {-1}
