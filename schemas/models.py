@@ -25,7 +25,8 @@ class ModelInfo(Published):
     consumers: list[str] = []  # of captured rows, loaded on every rank
     memory_limit_kib: int = 0  # the largest capture that comes back in a response
     step_tokens: int = 0  # token rows in one engine step, at most
-    capture_row_limit: int = 0  # rows that one prompt may capture in one step: sites × min(positions, step_tokens); 0: no limit
+    speculative_tokens: int = 0  # drafts of a request in one engine step, at most
+    capture_row_limit: int = 0  # rows that one engine step may capture: those of one token and its drafts must fit; 0: no limit
     steering_rows: int = 0  # distinct steering rows that the engine can hold; 0: not reported
     steering_entries: int = 0  # vectors of those rows, over all sites; 0: not reported
     global_captures: list[CaptureSpec] = []  # taken of every request
@@ -34,6 +35,10 @@ class ModelInfo(Published):
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint
     wire: int = 0  # of the worker, see `schemas.compatibility`
     oldest_wire: int = 0
+
+    def step_holds(self, rows: int) -> bool:
+        """Whether one engine step may capture so many rows, if the pipeline stages share them evenly; the worker knows how they do."""
+        return not self.capture_row_limit or -(-rows // self.pp) <= self.capture_row_limit
 
 
 class TokenizerBundle(Record):

@@ -281,7 +281,8 @@ class RankSpec(Record):
     global_version: int = 0  # of the global steering that the request began under
     entry: Entry | None = None  # only of requests that generate one token; their `digest` is unique
     grade: Grade | None = None
-    keep_blocks: str = ""  # keep the KV cache of its prompt, where there is room, for requests whose `entry` names this run
+    base: str = ""  # the run of the same tokens without interventions: its kept blocks serve this one below `first_affected`
+    keep_blocks: str = ""  # keep the KV cache of its prompt, where there is room, for requests whose `base` names this run
     trace: str = ""  # W3C traceparent of the attempt: goes into the receipts
 
     @property

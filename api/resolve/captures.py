@@ -191,7 +191,7 @@ def _add(spec: CaptureSpec, per_prompt: Sequence[list[StoredCapture]], bounds: B
         else:
             crowded += 1
     if crowded:
-        global_capture.left_out("buffer", crowded, "one engine step has more rows than the worker's buffer holds (capture_buffer_mib)")
+        global_capture.left_out("buffer", crowded, "one token has more rows than the worker's buffer holds (capture_buffer_mib)")
 
 
 def _of_everyone(spec: CaptureSpec, bounds: Bounds) -> Iterator[StoredCapture | None]:
@@ -210,12 +210,13 @@ def _of_everyone(spec: CaptureSpec, bounds: Bounds) -> Iterator[StoredCapture | 
 
 
 def _fits_step(captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> bool:
-    return not bounds.model.capture_row_limit or _rows_in_step(captures, index, bounds) <= bounds.model.capture_row_limit
+    return bounds.model.step_holds(_unsplit_rows(captures, index, bounds))
 
 
-def _rows_in_step(captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> int:
-    """How many rows prompt `index` may give in one engine step."""
-    return sum(capture.num_sites * min(bounds.model.step_tokens, _positions_of(capture, index, bounds)) for capture in captures)
+def _unsplit_rows(captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> int:
+    """How many rows prompt `index` gives in one engine step at least: those of a token and its drafts. Longer prompts are split."""
+    tokens = 1 + bounds.model.speculative_tokens
+    return sum(capture.num_sites * min(tokens, _positions_of(capture, index, bounds)) for capture in captures)
 
 
 def _positions_of(capture: StoredCapture, index: int, bounds: Bounds) -> int:
@@ -223,14 +224,18 @@ def _positions_of(capture: StoredCapture, index: int, bounds: Bounds) -> int:
 
 
 def _check_step(capture: StoredCapture, index: int, bounds: Bounds) -> None:
-    """The rows of one engine step must fit the capture buffer."""
+    """The rows of one token, with its drafts, must fit the capture buffer."""
     if not _fits_step([capture], index, bounds):
         raise invalid(
             "capture",
-            f"prompt {index} may produce {_rows_in_step([capture], index, bounds)} rows in one engine step, more than the worker's buffer "
-            "holds (setting capture_buffer_mib)",
-            allowed=f"at most {bounds.model.capture_row_limit} rows per step: fewer layers, hooks or positions",
+            f"prompt {index} gives {_unsplit_rows([capture], index, bounds)} rows in one engine step, at one token"
+            f"{_drafts(bounds.model)}: more than the worker's buffer holds (setting capture_buffer_mib)",
+            allowed=f"at most {bounds.model.capture_row_limit} rows per step: fewer layers or hooks",
         )
+
+
+def _drafts(model: ModelInfo) -> str:
+    return f" and {model.speculative_tokens} drafts" if model.speculative_tokens else ""
 
 
 def _check_memory(captures: Sequence[StoredCapture], bounds: Bounds) -> None:

@@ -99,18 +99,17 @@ def _check_room(sweep: StoredSweep, model: ModelInfo, global_steering: GlobalSte
 
 
 def _check_capture(sweep: StoredSweep, model: ModelInfo, settings: Settings) -> None:
-    """Rows that a prompt gives in one engine step must fit the capture buffer."""
-    longest = max(pair.longest for pair in sweep.pairs)
+    """Rows that a prompt's token gives must fit the capture buffer."""
     hooks = {*sweep.hooks}
     of_base = hooks if sweep.ablation == "mean" else {sweep.hooks[0]}
     if settings.sweep_entry and "pre_attn" in model.hooks:  # what forwards go on from that begin at the layer that is patched
         of_base = of_base | {"pre_attn"}
     sites = len(sweep.layers) * max(len(of_base), 0 if sweep.ablation else len(hooks))
-    rows = sites * min(longest, model.step_tokens or longest)
-    if model.capture_row_limit and rows > model.capture_row_limit:
+    rows = sites * min(1 + model.speculative_tokens, max(pair.longest for pair in sweep.pairs))
+    if not model.step_holds(rows):
         raise invalid(
             "layers",
-            f"a prompt of {longest} tokens produces {rows} rows in one engine step, more than the worker's buffer holds (setting "
+            f"a prompt gives {rows} rows in one engine step, at one token: more than the worker's buffer holds (setting "
             "capture_buffer_mib)",
             allowed=f"at most {model.capture_row_limit} rows per step: fewer layers or hooks in one sweep",
         )

@@ -141,9 +141,7 @@ def overlapped(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="session")
 def compiled(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """torch.compile (inductor on CPU), v1 runner."""
-    host = Host(
-        tmp_path_factory.mktemp("compiled"), llama, enforce_eager=False, max_num_batched_tokens=64, enable_prefix_caching=False, fault="rpc"
-    )
+    host = Host(tmp_path_factory.mktemp("compiled"), llama, enforce_eager=False, max_num_batched_tokens=64, fault="rpc")
     yield host
     host.close()
 

@@ -34,6 +34,7 @@ class Command(msgspec.Struct, omit_defaults=True):
     entries: dict[str, Entry] = {}  # job → where the forward of its requests may begin
     grades: dict[str, list[Grade]] = {}  # job → what is asked about each of its requests
     blocks: dict[str, str] = {}  # job → the run for whose cells its KV cache is kept
+    bases: dict[str, str] = {}  # job → the run whose kept blocks it may use, without an entry
     together: bool = False  # all requests begin in one step
     cancel_after: dict[str, int] = {}
     look: bool = False  # have the worker look at its ranks while the jobs run
@@ -128,7 +129,9 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
 
     def ask(request: int) -> EngineRequest:
         grade = command.grades[job.id][request] if job.id in command.grades else None
-        return dataclasses.replace(engine_request(job, request, 1), entry=entry, grade=grade, keep_blocks=command.blocks.get(job.id, ""))
+        base = command.bases.get(job.id) or (entry.run if entry else "")
+        made = engine_request(job, request, 1)
+        return dataclasses.replace(made, entry=entry, grade=grade, base=base, keep_blocks=command.blocks.get(job.id, ""))
 
     async def one(request: int) -> Output | None:
         tokens = 0

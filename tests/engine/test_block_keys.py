@@ -46,7 +46,7 @@ def scheduler_of(module: ModuleType) -> Any:
 
         def __init__(self) -> None:
             self.requests: dict[str, Any] = {}
-            self._midstream_rows, self._midstream_capturing, self._midstream_entering = RowIndex(0, 1, BLOCK), {}, {}
+            self._midstream_rows, self._midstream_capturing, self._midstream_bases = RowIndex(0, 1, BLOCK), {}, {}
             self._midstream_blocks = SimpleNamespace(clear=lambda: None)  # nothing is kept here
 
         def add_request(self, request: Any) -> None:

@@ -38,8 +38,9 @@ def cell(host: Host, prompt: list[int], *edits: Edit) -> Job:
     return host.job(prompt, max_tokens=1, steering=host.steering(*edits))
 
 
-def ask(host: Host, *cells: Job, key: str = "", beside: Job | None = None, **options: Any) -> dict[str, list[Receipt]]:
-    """In one batch; with `key` each cell may begin at its lowest layer. The last receipts of each."""
+def ask(host: Host, *cells: Job, key: str = "", base: str = "", beside: Job | None = None, **options: Any) -> dict[str, list[Receipt]]:
+    """In one batch; with `key` each cell may begin at its lowest layer, with `base` behind that run's blocks. The last receipts of each."""
+    options["bases"] = {job.id: base for job in cells if base}
     entries = {job.id: Entry(key, min(entry.layers[0] for entry in job.steering[0])) for job in cells if key}
     jobs = cells if beside is None else (*cells, beside)
     wanted = {job.id: len(of_job(host, job)) + host.settings.tensor_parallel_size * host.settings.pipeline_parallel_size for job in cells}
@@ -202,6 +203,28 @@ def test_reentry_works_in_every_mode_but_compiled(request, way: str, checkpoint:
     assert count() == [(20, 20 * layers) for layers in below]
     for edit, receipts in zip(edits, found.values(), strict=True):
         np.testing.assert_allclose(graded(receipts), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0)
+
+
+def test_compiled_cells_start_at_the_patched_token(compiled: Host, reference: Reference) -> None:
+    """At the first layer, behind the blocks of their base: no layer is skipped there."""
+    prompt = prompt_of(40, seed=80)
+    key = base_run(compiled, prompt, blocks=True)
+    sites: list[tuple[int, Hook]] = [(0, "pre_attn"), (1, "mlp_out"), (3, "post_block")]
+    edits = [edit_of(layer, position, hook) for layer, hook in sites for position in (1, 17, 39)]
+    count = counting(compiled)
+    full = ask(compiled, *(cell(compiled, prompt, edit) for edit in edits))
+    assert count() == [(40 * len(edits), 0)]
+    count = counting(compiled)
+    short = ask(compiled, *(cell(compiled, prompt, edit) for edit in edits), base=key)
+    assert count() == [(3 * (39 + 23 + 1), 0)]
+    for edit, whole, part in zip(edits, full.values(), short.values(), strict=True):
+        np.testing.assert_allclose(graded(part), graded(whole), atol=FP32_LOGPROBS, rtol=0)
+        np.testing.assert_allclose(graded(part), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0)
+        assert part[0].applied == 1
+    for _ in range(2):  # nothing of the cells is found by others
+        job = compiled.job(prompt, max_tokens=1)
+        compiled.run_any(job, grades={job.id: [Grade(EVERY)]})
+        np.testing.assert_allclose(graded(compiled.receipts(job)), truth(reference, prompt), atol=FP32_LOGPROBS, rtol=0)
 
 
 def test_a_rank_without_rows_skips_the_same_layers(tp2: Host, qwen3) -> None:

@@ -76,7 +76,7 @@ def model_info(**changes: Any) -> ModelInfo:
         "consumers": ["filesystem", "memory"],
         "memory_limit_kib": 1,
         "step_tokens": 16,
-        "capture_row_limit": 64,
+        "capture_row_limit": 15,
         "tokenizer": encode_bundle(bundle())[0],
     }
     return ModelInfo(**(facts | changes))

@@ -46,7 +46,7 @@ class Rig:
             steering_rows=3,
             steering_entries=16,
             step_tokens=CAPACITY,
-            capture_buffer_mib=1,
+            step_rows=0,
             capture_queue_mib=1,
             capture_window_mib=64,
             capture_overload="block",

@@ -103,13 +103,18 @@ def test_rows_for_the_response_are_bounded_over_all_prompts_of_a_job(monkeypatch
     assert captured({**wish, "positions": "all"}, 60, memory_limit_kib=8), "one prompt may give its own limit"
 
 
-def test_the_rows_of_one_step_must_fit_the_workers_buffer() -> None:
-    limits = {"step_tokens": 8, "capture_row_limit": 32}
-    assert captured({"positions": "all_prompt"}, 60, **limits), "4 layers × 8 tokens of a step"
-    assert captured({"hooks": {"pre_attn": "all", "post_block": "all"}, "positions": [0, 1, 2]}, 60, **limits)
-    with pytest.raises(MidstreamError, match="prompt 0 may produce 64 rows in one engine step") as refused:
-        captured({"hooks": {"pre_attn": "all", "post_block": "all"}, "positions": "all_prompt"}, 60, **limits)
-    assert (refused.value.field, "at most 32 rows" in str(refused.value.allowed)) == ("capture", True)
+def test_only_a_single_tokens_rows_must_fit_the_workers_buffer() -> None:
+    """The rest of a prompt is computed in further steps."""
+    limits = {"step_tokens": 8, "capture_row_limit": 8}
+    both = {"hooks": {"pre_attn": "all", "post_block": "all"}}
+    assert captured({**both, "positions": "all_prompt"}, 60, **limits), "2 hooks × 4 layers"
+    with pytest.raises(MidstreamError, match=r"prompt 0 gives 8 rows in one engine step, at one token: .*capture_buffer_mib") as refused:
+        captured({**both, "positions": "all_prompt"}, 60, **limits | {"capture_row_limit": 7})
+    assert (refused.value.field, "at most 7 rows" in str(refused.value.allowed)) == ("capture", True)
+    assert captured(both, 60, speculative_tokens=3, **limits), "one position, so one row per site"
+    with pytest.raises(MidstreamError, match="prompt 0 gives 32 rows in one engine step, at one token and 3 drafts"):
+        captured({**both, "positions": "all"}, 60, speculative_tokens=3, **limits)
+    assert captured({**both, "positions": "all"}, 60, pp=2, **limits | {"capture_row_limit": 4}), "each stage has half of the layers"
 
 
 def test_global_captures_are_added_to_every_prompt() -> None:
@@ -126,10 +131,10 @@ def test_an_open_range_is_stored_per_prompt_and_counts_generated_tokens() -> Non
         [Window(start=4)],
         [Window(start=1)],
     ]
-    limits: dict[str, Any] = {"max_tokens": 5, "step_tokens": 64, "capture_row_limit": 4 * 6}
-    assert captured({"positions": Span(start=4)}, 6, **limits), "two of the prompt, four of the generated that are fed back"
-    with pytest.raises(MidstreamError, match="28 rows in one engine step"):
-        captured({"positions": Span(start=3)}, 6, **limits)
+    wish = {"consumers": ["memory"]}
+    assert captured({**wish, "positions": Span(start=4)}, 6, max_tokens=11), "two of the prompt, ten of the generated that are fed back"
+    with pytest.raises(MidstreamError, match="1040 bytes of rows"):
+        captured({**wish, "positions": Span(start=3)}, 6, max_tokens=11)
 
 
 def test_the_operator_captures_ranges_as_far_as_prompts_go() -> None:
@@ -148,15 +153,14 @@ def test_global_capture_that_exceeds_a_steps_room_is_skipped_without_refusals(ca
     """A long prompt that asks for nothing must not be answered 400 about a capture; the user's own capture comes first."""
     everyone._logged.clear()
     limits: dict[str, Any] = {
-        "step_tokens": 8,
-        "capture_row_limit": 16,
-        "global_captures": [CaptureSpec(layers="0-2", positions="all_prompt", tag="global")],
+        "capture_row_limit": 4,
+        "global_captures": [CaptureSpec(layers="0-2", positions=[0, 5], tag="global")],
     }
     before = GLOBAL_CAPTURE_SKIPPED.labels("buffer")._value.get()
-    assert [len(captures) for captures in resolve_captures(None, bounds(5, 60, max_tokens=1, **limits))] == [1, 0]
-    mine = captured({"layers": 0, "positions": "all_prompt", "tag": "mine"}, 4, 60, max_tokens=1, **limits)
-    assert [[capture.tag for capture in captures] for captures in mine] == [["mine", "global"], ["mine"]]
-    assert GLOBAL_CAPTURE_SKIPPED.labels("buffer")._value.get() == before + 2
+    assert [len(captures) for captures in resolve_captures(None, bounds(5, 60, **limits))] == [1, 1]
+    narrow, wide = (captured({"layers": layers, "tag": "mine"}, 60, **limits)[0] for layers in (0, "0-1"))
+    assert [[capture.tag for capture in captures] for captures in (narrow, wide)] == [["mine", "global"], ["mine"]]
+    assert GLOBAL_CAPTURE_SKIPPED.labels("buffer")._value.get() == before + 1
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "skipped for 1 prompts" in line
     assert "capture_buffer_mib" in line

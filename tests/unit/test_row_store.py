@@ -6,8 +6,9 @@ import torch
 from rank_kit import Rank, Request, rows_of, wanted_rows
 
 from midstream.schemas.specs import RankSpec, StoredCapture
+from midstream.workers.runner import row_index
 from midstream.workers.runner.mover import Mover
-from midstream.workers.runner.row_index import PIECES, RowIndex
+from midstream.workers.runner.row_index import PIECES, RowIndex, Wanted
 from midstream.workers.runner.row_store import RowStore
 
 BLOCK = 4
@@ -19,10 +20,10 @@ def capture(positions="all_prompt", at="before", **sites: list[int]) -> StoredCa
     return StoredCapture(sites=sites or {"post_block": [0, 1]}, positions=positions, tag="t", at=at)  # type: ignore[arg-type]
 
 
-def spec_of(*captures: StoredCapture, prompt: int = 14) -> RankSpec:
+def spec_of(*captures: StoredCapture, prompt: int = 14) -> Wanted:
     spec = RankSpec(version="v", job="j", request=0, attempt=1, prompt_tokens=prompt)
     spec.captures.extend(captures)
-    return spec
+    return Wanted(spec)
 
 
 def test_a_hit_reaches_as_far_as_the_kept_rows_and_no_further() -> None:
@@ -99,6 +100,21 @@ def test_wider_kept_rows_replace_narrower_ones() -> None:
     assert len(index.dropped()) == 1
 
 
+def test_ports_are_made_once_per_request_and_decode_steps_cost_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """480 sites take 0.1 ms, and a step has many requests."""
+    made = []
+    monkeypatch.setattr(row_index, "_ports", lambda capture: made.append(capture) or frozenset())
+    monkeypatch.setattr(StoredCapture, "select", lambda *window: made.append(window) or range(0))
+    index, spec = RowIndex(1 << 20, ROW, BLOCK), spec_of(capture("all"))
+    for start in range(14, 40):
+        assert index.keep("r", spec, HASHES * 3, start, start + 1) == []
+    assert len(made) == 1
+    index.keep("r", spec, HASHES, 0, 8)
+    index.keep("r", spec, HASHES, 8, 14)
+    index.reach(spec, HASHES)
+    assert [each for each in made if isinstance(each, StoredCapture)] == made[:1]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_captures_served_by_kept_rows_equal_computed_ones(seed: int) -> None:
     """Random captures of one prompt, one after the other, each cached as far as the index promises."""  # field case 14
@@ -112,7 +128,7 @@ def test_captures_served_by_kept_rows_equal_computed_ones(seed: int) -> None:
         positions = "all" if rng.random() < 0.6 else sorted({int(p) for p in rng.integers(0, prompt, 3)})
         request = Request(0, prompt, prompt + 2, [capture(positions, **sites)])
         rank.admit(request)
-        spec, hashes, recording = request.tracked.spec, HASHES[: prompt // BLOCK], request.tracked.recordings[0]
+        spec, hashes, recording = Wanted(request.tracked.spec), HASHES[: prompt // BLOCK], request.tracked.recordings[0]
         cached = min(index.reach(spec, hashes), prompt - 1) // BLOCK * BLOCK
         for block in index.serve(str(turn), spec, hashes, cached):
             store.serve(block.number, recording, block.first, block.stop)

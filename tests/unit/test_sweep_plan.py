@@ -240,7 +240,7 @@ SPAN = {"name": "s", "clean": [1]}
         ([pair()], {"limits": {"sweep_cells": 19}}, "pairs", "20 cells (1 pair × 1 hook × 4 layers × 5 columns)"),
         ([pair()], {"info": model(max_model_len=6)}, "pairs[0].clean", "has 6 tokens, followed by 1 more"),
         ([pair(answer=[9, 9, 9])], {"info": model(max_model_len=7), "direction": "noise"}, "pairs[0].clean", "followed by 3 more"),
-        ([pair()], {"info": model(capture_row_limit=39, step_tokens=5)}, "layers", "40 rows in one engine step"),
+        ([pair()], {"info": model(capture_row_limit=7)}, "layers", "8 rows in one engine step"),
         ([pair()], {"info": model(steering_rows=2), "window": {"positions": 5}}, "window", "needs 4 rows"),
         ([pair()], {"info": model(steering_entries=3), "window": {"layers": 4}, "mask": [0]}, "window", "needs 8 entries"),
     ],
@@ -350,11 +350,11 @@ def test_a_cells_room_is_that_of_its_widest_window() -> None:
 @pytest.mark.parametrize(
     ("fields", "limits", "rows"),
     [
-        ({"hooks": ["attn_out"]}, {}, 2 * 4 * 6),
-        ({"hooks": ["attn_out"]}, {"sweep_entry": False}, 4 * 6),
-        ({"hooks": ["attn_out", "pre_attn", "post_block"], "layers": [0, 1]}, {}, 3 * 2 * 6),
-        ({"ablation": "mean", "metric": "kl", "hooks": ["attn_out", "post_block"]}, {}, 3 * 4 * 6),
-        ({"ablation": "zeros", "metric": "kl", "hooks": ["attn_out", "post_block"]}, {"sweep_entry": False}, 4 * 6),
+        ({"hooks": ["attn_out"]}, {}, 2 * 4),
+        ({"hooks": ["attn_out"]}, {"sweep_entry": False}, 4),
+        ({"hooks": ["attn_out", "pre_attn", "post_block"], "layers": [0, 1]}, {}, 3 * 2),
+        ({"ablation": "mean", "metric": "kl", "hooks": ["attn_out", "post_block"]}, {}, 3 * 4),
+        ({"ablation": "zeros", "metric": "kl", "hooks": ["attn_out", "post_block"]}, {"sweep_entry": False}, 4),
     ],
 )
 def test_rows_that_the_prompts_give_fit_the_capture_buffer(fields: dict[str, Any], limits: dict[str, Any], rows: int) -> None:

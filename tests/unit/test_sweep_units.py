@@ -138,7 +138,20 @@ def test_a_forward_begins_at_the_lowest_layer_that_is_patched() -> None:
     (base,) = made.control(made.units.base(0))
     assert base.captures[0].positions == "all_prompt"
     assert base.captures[0].sites["pre_attn"] == [1, 3]
-    assert asks(sweep(), enters=False).patched(next(u for u in made.units.cells(0) if u.layer))[0].entry is None
+    assert base.keep_blocks == "job_1.0.base"
+
+
+def test_cells_reuse_the_bases_blocks_at_every_layer_with_or_without_entry() -> None:
+    for enters in (True, False):
+        made = asks(sweep(), enters=enters)
+        (base,) = made.control(made.units.base(0))
+        found = [ask for unit in (*made.units.noise(0), *made.units.cells(0)) if unit.column != 2 for ask in made.patched(unit)]
+        assert {ask.base for ask in found} == {base.keep_blocks} == {"job_1.0.base"}
+        assert any(ask.entry is not None for ask in found) == enters
+    job = msgspec.structs.replace(made._job)
+    made = SweepRequests(job, 2, INFO, False, reuses=False)
+    (base,) = made.control(made.units.base(0))
+    assert base.keep_blocks == "" == made.patched(next(iter(made.units.cells(0))))[0].base
 
 
 def test_without_entry_only_the_rows_that_are_needed_are_captured() -> None:

@@ -235,16 +235,16 @@ class CellSlots(_Gate[int]):
 
 
 class StepRows(CaptureBudget):
-    """Rows that the requests in the engine may capture in one step: the buffers of a compiled forward hold so many.
+    """Rows of the next tokens of the requests in the engine: the ring holds so many. What else a step captures is split to fit.
 
-    `limit` 0: no buffer and no limit.
+    `limit` 0: no ring and no limit.
     """
 
     def _check(self, demand: int) -> None:
         if self._limit and demand > self._limit:
             raise MidstreamError(
                 "capture_failed",
-                f"the request captures {demand} rows in one step; the limit is {self._limit} (setting capture_buffer_mib)",
+                f"the request captures {demand} rows at one token; one step has room for {self._limit} (setting capture_buffer_mib)",
             )
 
     def _fits(self, demand: int) -> bool:

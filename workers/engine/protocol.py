@@ -34,7 +34,8 @@ class EngineRequest:
     stream: bool = False
     entry: Entry | None = None
     grade: Grade | None = None
-    keep_blocks: str = ""  # see `RankSpec`
+    base: str = ""  # see `RankSpec`, and the next
+    keep_blocks: str = ""
     trace: str = ""  # see `RankSpec`
     tenant: str = DEFAULT_TENANT
 

@@ -34,6 +34,7 @@ def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec |
         global_version=global_steering.version,
         entry=ask.entry,
         grade=ask.grade,
+        base=ask.base,
         keep_blocks=ask.keep_blocks,
         trace=ask.trace,
     )

@@ -3,12 +3,12 @@
 import asyncio
 import logging
 import os
-import sys
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from pydantic import ValidationError
 from vllm import TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -21,6 +21,7 @@ from ...schemas.engine_errors import in_our_settings
 from ...schemas.errors import MidstreamError
 from ...schemas.global_capture import from_settings
 from ...schemas.models import ModelInfo, TokenizerBundle
+from ...schemas.ring import plan_ring
 from ...schemas.selectors import HOOKS
 from ...schemas.settings import Settings, SettingsError
 from ...schemas.specs import StoredCapture
@@ -30,6 +31,8 @@ from ..runner.allowlist import check
 from ..runner.architectures import UnsupportedArchitectureError, describe
 from ..runner.config import PlaneConfig
 from ..runner.consumers import available
+from ..runner.ring_budget import CapturedRows
+from ..runner.stages import stage_layers
 from .admission import CaptureBudget, StepRows
 from .ends import Ends
 from .identity import BOOT
@@ -76,7 +79,7 @@ class VllmEngine(RankControl):
             steering_rows=settings.steering_rows,
             steering_entries=settings.steering_entries,
             step_tokens=settings.max_num_batched_tokens,
-            capture_buffer_mib=settings.capture_buffer_mib,
+            step_rows=0,  # depends on the model's shape: see below
             capture_queue_mib=settings.capture_queue_mib,
             capture_window_mib=settings.capture_window_mib,
             capture_overload=settings.capture_overload,
@@ -95,27 +98,29 @@ class VllmEngine(RankControl):
             curve_secret_file=settings.curve_secret_file,
             curve_server_key=settings.curve_server_key,
         )
-        plane.export()
         try:
             await asyncio.to_thread(check_architecture, settings.model)
-            asked = await asyncio.to_thread(_engine_args(settings, plane).create_engine_config, UsageContext.ENGINE_CONTEXT)
+            asked = await asyncio.to_thread(_engine_args(settings).create_engine_config, UsageContext.ENGINE_CONTEXT)
             asked.scheduler_config.scheduler_cls = scheduler_class(asked)
             check(asked)
             config = asked.model_config
             adapter = describe(
                 config.architectures[0], config.hf_config, config.max_model_len
             )  # before any process of the engine starts, for a clear error
+            hooks = [hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks]
+            self._stages = stage_layers(config.get_total_num_hidden_layers(), settings.pipeline_parallel_size)
+            plane = msgspec.structs.replace(plane, step_rows=_step_rows(settings, config, len(hooks), max(map(len, self._stages))))
+            asked.additional_config = plane.layout()
+            plane.export()
             self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, asked, disable_log_stats=True)
             self.tokenizer = await asyncio.to_thread(tokenizer_bundle, settings.model)
         except UnsupportedArchitectureError:
             raise
         except Exception as error:
             raise MidstreamError("engine_failed", f"the engine did not start: {in_our_settings(_reason(error))}") from error
-        hooks = [hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks]
         self.enters = settings.sweep_entry and bool(settings.enforce_eager) and "pre_attn" in hooks  # as the ranks see it
         self._row_bytes = config.get_hidden_size() * config.dtype.itemsize
-        row_limit = _row_limit(settings, plane, config)
-        self._step_rows = StepRows(row_limit)
+        self._step_rows = StepRows(plane.step_rows)
         # A step with a part of a prompt begins at the first layer: those that may begin higher are let in so that all fit whole.
         self._entering = CaptureBudget(settings.max_num_batched_tokens)
         self.info = ModelInfo(
@@ -135,10 +140,11 @@ class VllmEngine(RankControl):
             consumers=available(),
             memory_limit_kib=settings.memory_limit_kib,
             step_tokens=settings.max_num_batched_tokens,
-            capture_row_limit=row_limit,
+            capture_row_limit=plane.step_rows,
+            speculative_tokens=settings.speculative_tokens,
             steering_rows=settings.steering_rows,
             steering_entries=settings.steering_entries,
-            global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks, row_limit),
+            global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks, plane.step_rows * len(self._stages)),
             grades=True,
             multimodal=config.is_multimodal_model,
             caveats=list(adapter.caveats),
@@ -155,7 +161,7 @@ class VllmEngine(RankControl):
             async with (
                 self._entering.admitted(len(ask.token_ids) if ask.entry is not None and self.enters else 0),
                 self._rows.admitted(row_wish(spec)),
-                self._step_rows.admitted(self._captured_rows(ask, self.info.step_tokens)),
+                self._step_rows.admitted(self._unsplit_rows(ask)),
                 self._captures.admitted(self._captured_bytes(ask)),
             ):
                 prompt = TokensPrompt(prompt_token_ids=ask.token_ids)
@@ -184,18 +190,20 @@ class VllmEngine(RankControl):
             if submitted and not over and spec is not None and not self._llm.errored:
                 self._ends.notify(spec.key, -1)  # cancelled: vLLM has already sent its abort, so the ranks receive this after it or with it
 
-    def _captured_rows(self, ask: EngineRequest, positions: int = sys.maxsize) -> int:
-        """How many rows the captures of one prompt may have, of at most so many positions."""
-        return sum(self._rows_of(capture, ask, positions) for capture in ask.captures)
-
-    def _rows_of(self, capture: StoredCapture, ask: EngineRequest, positions: int = sys.maxsize) -> int:
-        max_tokens = ask.sampling.max_tokens + self._settings.speculative_tokens  # drafts beyond the end are also computed
-        return capture.num_sites * min(positions, capture.count_positions(len(ask.token_ids), max_tokens))
+    def _unsplit_rows(self, ask: EngineRequest) -> int:
+        """How many rows one rank must have room for so that the request can proceed: its next token's, and its drafts'."""
+        drafts = self._settings.speculative_tokens
+        rows = CapturedRows(ask.captures, len(ask.token_ids), self._stages)
+        return max(rows.most(1 + drafts, ask.sampling.max_tokens + drafts))  # drafts beyond the end are also computed
 
     def _captured_bytes(self, ask: EngineRequest) -> int:
         """How much of its rows a rank may hold in memory."""
         window = self._settings.capture_window_mib << 20
         return sum(min(window, self._rows_of(capture, ask) * self._row_bytes) for capture in ask.captures)
+
+    def _rows_of(self, capture: StoredCapture, ask: EngineRequest) -> int:
+        max_tokens = ask.sampling.max_tokens + self._settings.speculative_tokens  # drafts beyond the end are also computed
+        return capture.num_sites * capture.count_positions(len(ask.token_ids), max_tokens)
 
     async def abort(self, job_id: str, attempt: int) -> None:
         for request_id in list(self._live.get((job_id, attempt), ())):
@@ -266,11 +274,23 @@ def _hooks(settings: Settings) -> list[str]:
     return names
 
 
-def _row_limit(settings: Settings, plane: PlaneConfig, config: Any) -> int:
+def _step_rows(settings: Settings, config: Any, hooks: int, layers: int) -> int:
     """Maximum rows captured per step; 0 if rows are captured directly into memory allocated for the step."""
-    if current_platform.is_cpu():
-        return 0 if settings.enforce_eager else plane.ring_rows(config.get_hidden_size(), config.dtype.itemsize)
-    return plane.ring_rows(config.get_hidden_size(), config.dtype.itemsize) // 2  # one half is filled while the other is read
+    on_cpu = current_platform.is_cpu()
+    if on_cpu and settings.enforce_eager:
+        return 0
+    ring = plan_ring(
+        config.get_hidden_size() * config.dtype.itemsize,
+        hooks,
+        layers,
+        step_tokens=settings.max_num_batched_tokens,
+        requests=settings.max_num_seqs,
+        drafts=settings.speculative_tokens,
+        accelerator=not on_cpu,
+        memory_bytes=0 if on_cpu else current_platform.get_device_total_memory(),
+        size_mib=settings.capture_buffer_mib,
+    )
+    return ring.rows
 
 
 def _row_store_mib(settings: Settings) -> int:
@@ -278,9 +298,8 @@ def _row_store_mib(settings: Settings) -> int:
     return settings.row_store_mib if settings.enable_prefix_caching and settings.capture_overload != "drop" else 0
 
 
-def _engine_args(settings: Settings, plane: PlaneConfig) -> AsyncEngineArgs:
+def _engine_args(settings: Settings) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         **engine_options(settings),
         worker_cls="midstream.workers.runner.worker_class.MidstreamWorker",
-        additional_config=plane.layout(),
     )

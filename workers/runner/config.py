@@ -46,7 +46,7 @@ class PlaneConfig(Record):
     steering_rows: int  # distinct configurations in one step, the sentinel row not counted
     steering_entries: int  # pool entries, the sentinel not counted
     step_tokens: int  # token rows in one step, at most
-    capture_buffer_mib: int
+    step_rows: int  # captured rows of one step, at most: the ring, on an accelerator each of its halves; 0: no ring
     capture_queue_mib: int
     capture_window_mib: int
     capture_overload: str  # block | spill | drop
@@ -66,14 +66,10 @@ class PlaneConfig(Record):
     curve_server_key: str = ""
     caveats: list[str] = []  # of the model, which the rank itself says: see `fidelity`
 
-    def ring_rows(self, hidden_size: int, item_bytes: int) -> int:
-        """Rows of the ring that compiled forwards and accelerators capture into."""
-        return max(1, (self.capture_buffer_mib << 20) // (hidden_size * item_bytes))
-
     def layout(self) -> dict[str, Any]:
         """For `additional_config`: what a compiled graph depends on."""
         kernels = (tuple(family.name for family in FAMILIES), SCALARS, COLUMNS, ROWS_PER_TOKEN, Planned._fields)
-        shapes = (self.hooks, self.steering_rows, self.steering_entries, self.step_tokens, self.capture_buffer_mib, kernels)
+        shapes = (self.hooks, self.steering_rows, self.steering_entries, self.step_tokens, self.step_rows, kernels)
         return {KEY: {"version": self.version, "buffers": str(shapes)}}
 
     def export(self) -> None:

@@ -37,6 +37,14 @@ class Keeping:
     drop: list[int] = field(default_factory=list)  # numbers no longer kept
 
 
+class Wanted:
+    """What a request captures: made once, used in every step of its prompt."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self.prompt_tokens, self.lowest_captured = spec.prompt_tokens, spec.lowest_captured
+        self.captures = [(capture, _ports(capture)) for capture in spec.captures]
+
+
 class _Piece(NamedTuple):
     ports: frozenset[PortName]
     positions: frozenset[int]  # relative to the block
@@ -54,48 +62,47 @@ class RowIndex:
         self._last = 0
         self._dropped: list[int] = []
 
-    def reach(self, spec: RankSpec, hashes: list[bytes]) -> int:
+    def reach(self, wanted: Wanted, hashes: list[bytes]) -> int:
         """How far the prefix cache may serve this prompt: up to the first captured position that is not kept."""
-        reach = spec.prompt_tokens
-        for capture in spec.captures:
-            reach = min(reach, self._reach(capture, spec, hashes))
+        reach = wanted.prompt_tokens
+        for capture, ports in wanted.captures:
+            reach = min(reach, self._reach(capture, ports, wanted.prompt_tokens, hashes))
         return reach
 
-    def _reach(self, capture: StoredCapture, spec: RankSpec, hashes: list[bytes]) -> int:
-        ports = _ports(capture)
-        for first in range(0, spec.prompt_tokens, self._block):
-            wanted = capture.select(first, min(first + self._block, spec.prompt_tokens), spec.prompt_tokens)
-            if not len(wanted):
+    def _reach(self, capture: StoredCapture, ports: frozenset[PortName], prompt_tokens: int, hashes: list[bytes]) -> int:
+        for first in range(0, prompt_tokens, self._block):
+            positions = capture.select(first, min(first + self._block, prompt_tokens), prompt_tokens)
+            if not len(positions):
                 continue
             place = first // self._block
-            if place >= len(hashes) or self._find(hashes[place], ports, frozenset(p - first for p in wanted)) is None:
-                return int(wanted[0])
-        return spec.prompt_tokens
+            if place >= len(hashes) or self._find(hashes[place], ports, frozenset(p - first for p in positions)) is None:
+                return int(positions[0])
+        return prompt_tokens
 
-    def serve(self, request_id: str, spec: RankSpec, hashes: list[bytes], cached: int) -> list[KeptBlock]:
+    def serve(self, request_id: str, wanted: Wanted, hashes: list[bytes], cached: int) -> list[KeptBlock]:
         """The kept rows of captured positions below `cached`, as `reach` has promised them."""
         served = []
-        for number, capture in enumerate(spec.captures):
-            ports = _ports(capture)
+        for number, (capture, ports) in enumerate(wanted.captures):
             for first in range(0, cached, self._block):
-                wanted = capture.select(first, min(first + self._block, cached), spec.prompt_tokens)
-                if len(wanted):
+                positions = capture.select(first, min(first + self._block, cached), wanted.prompt_tokens)
+                if len(positions):
                     key = hashes[first // self._block]
-                    piece = self._find(key, ports, frozenset(p - first for p in wanted))
+                    piece = self._find(key, ports, frozenset(p - first for p in positions))
                     self._blocks.move_to_end(key)
                     served.append(KeptBlock(request_id, number, first, min(first + self._block, cached), piece.number if piece else 0))
         return served
 
-    def keep(self, request_id: str, spec: RankSpec, hashes: list[bytes], start: int, stop: int) -> list[KeptBlock]:
-        """Which rows to keep now that the prompt's tokens `start … stop` are scheduled; full blocks only."""
-        kept = []
-        last = min(min(stop, spec.prompt_tokens) // self._block, len(hashes))
-        for number, capture in enumerate(spec.captures):
-            ports = _ports(capture)
+    def keep(self, request_id: str, wanted: Wanted, hashes: list[bytes], start: int, stop: int) -> list[KeptBlock]:
+        """Which rows to keep now that the tokens `start … stop` are scheduled: of full blocks of the prompt only."""
+        kept: list[KeptBlock] = []
+        if start >= wanted.prompt_tokens:
+            return kept
+        last = min(min(stop, wanted.prompt_tokens) // self._block, len(hashes))
+        for number, (capture, ports) in enumerate(wanted.captures):
             for place in range(start // self._block, last):
                 first = place * self._block
-                wanted = capture.select(first, first + self._block, spec.prompt_tokens)
-                if len(wanted) and (piece := self._add(hashes[place], ports, frozenset(p - first for p in wanted))):
+                positions = capture.select(first, first + self._block, wanted.prompt_tokens)
+                if len(positions) and (piece := self._add(hashes[place], ports, frozenset(p - first for p in positions))):
                     kept.append(KeptBlock(request_id, number, first, first + self._block, piece.number))
         return kept
 

@@ -20,7 +20,9 @@ from .config import plane_config
 from .kept_blocks import KeptBlocks
 from .process import die_with_parent
 from .quarantine import Quarantine, found_in, private
-from .row_index import Keeping, RowIndex
+from .ring_budget import RingBudget
+from .row_index import Keeping, RowIndex, Wanted
+from .stages import stage_layers
 from .step import Finish, Load
 
 _KEY = "midstream"
@@ -83,23 +85,29 @@ class _Midstream:
         self._midstream_ends: list[tuple[str, int]] = []
         self._midstream_came: dict[str, dict[str, Any]] = {}  # steered requests that came since the last step → spec
         _accept_ends()
-        self._midstream_capturing: dict[str, RankSpec] = {}  # live requests that capture prompt rows
-        #: Live requests whose forward may begin at a higher layer → (their base's run, first position touched).
-        self._midstream_entering: dict[str, tuple[str, int]] = {}
+        self._midstream_capturing: dict[str, Wanted] = {}  # live requests that capture prompt rows
+        #: Live requests with a base → (its run, the first position that they touch, whether they fill only higher layers behind it).
+        self._midstream_bases: dict[str, tuple[str, int, bool]] = {}
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
-        model, limit = self.vllm_config.model_config, plane_config().row_store_mib << 20  # type: ignore[attr-defined]
+        config, model = plane_config(), self.vllm_config.model_config  # type: ignore[attr-defined]
         row_bytes = model.get_hidden_size() * model.dtype.itemsize
-        self._midstream_rows = RowIndex(limit, row_bytes, manager.block_pool.hash_block_size)
+        self._midstream_rows = RowIndex(config.row_store_mib << 20, row_bytes, manager.block_pool.hash_block_size)
+        stages = stage_layers(model.get_total_num_hidden_layers(), self.parallel_config.pipeline_parallel_size)  # type: ignore[attr-defined]
+        self._midstream_ring = RingBudget(config.step_rows, stages, self.num_spec_tokens)  # type: ignore[attr-defined]
         self._midstream_blocks = KeptBlocks(manager)
         self._midstream_quarantine = Quarantine(manager)
         manager.get_computed_blocks = self._capped(manager, manager.get_computed_blocks)
 
     def add_request(self, request: Any) -> None:
         spec = _spec(request)
-        if spec is not None and spec.get("lowest_captured", -1) >= 0 and spec.get("version") == __version__:
-            self._midstream_capturing[request.request_id] = msgspec.convert(spec, RankSpec)
-        if spec is not None and spec.get("entry") is not None:
-            self._midstream_entering[request.request_id] = spec["entry"]["run"], max(spec.get("first_affected", -1), 0)
+        if spec is not None and spec.get("captures") and spec.get("version") == __version__:
+            asked = msgspec.convert(spec, RankSpec)
+            self._midstream_ring.join(request.request_id, asked.captures, asked.prompt_tokens, request.max_tokens)
+            if asked.lowest_captured >= 0:
+                self._midstream_capturing[request.request_id] = Wanted(asked)
+        if spec is not None and (spec.get("base") or spec.get("entry") is not None):
+            touched, enters = max(spec.get("first_affected", -1), 0), spec.get("entry") is not None
+            self._midstream_bases[request.request_id] = spec.get("base", ""), touched, enters
         if spec is not None and spec.get("digest") and not _patches(spec):
             self._midstream_came[request.request_id] = spec
         # vLLM hashes requests as they come in, in another thread: an epoch may have begun before it is their turn.
@@ -122,13 +130,20 @@ class _Midstream:
             aborted = request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
             self._midstream_finished[request.request_id] = Finish(list(request.all_token_ids), aborted)
             self._midstream_capturing.pop(request.request_id, None)
-            self._midstream_entering.pop(request.request_id, None)
+            self._midstream_ring.leave(request.request_id)
+            self._midstream_bases.pop(request.request_id, None)
             if spec.get("keep_blocks") and not spec.get("digest") and not aborted and self._midstream_quarantine.clean(request):
                 self._midstream_blocks.keep(spec["keep_blocks"], request)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._midstream_blocks.make_room(stuck=False)
+        running = self.running  # type: ignore[attr-defined]
+        self._midstream_ring.begin(
+            ((request.request_id, request.num_computed_tokens) for request in running),
+            (request.request_id for request in self.waiting),  # type: ignore[attr-defined]
+            self.max_num_active_reqs - len(running),  # type: ignore[attr-defined]
+        )
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         # Requests that run may all be in a step under way: the next one is then empty, and those that wait will get their turn.
         if self.waiting and not self.running and not output.total_num_scheduled_tokens:  # type: ignore[attr-defined]
@@ -152,6 +167,11 @@ class _Midstream:
         running, queued = self.get_request_counts()  # type: ignore[attr-defined]
         setattr(output, _LOAD, (running, queued, self.kv_cache_manager.usage))  # type: ignore[attr-defined]
         return output
+
+    def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """vLLM asks this of every request before it gives it tokens of the step: fewer where the ring has no room for their rows."""
+        tokens = self._midstream_ring.take(request.request_id, num_computed_tokens, num_new_tokens)
+        return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, tokens))  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         for request_id, position in found_in(model_runner_output):
@@ -182,33 +202,34 @@ class _Midstream:
     def _keeping(self, output: Any) -> Keeping:
         told, rows = Keeping(), self._midstream_rows
         for data in output.scheduled_new_reqs:
-            spec = self._midstream_capturing.get(data.req_id)
-            if spec is not None:
-                told.serve += rows.serve(data.req_id, spec, self.requests[data.req_id].block_hashes, data.num_computed_tokens)  # type: ignore[attr-defined]
+            wanted = self._midstream_capturing.get(data.req_id)
+            if wanted is not None:
+                told.serve += rows.serve(data.req_id, wanted, self.requests[data.req_id].block_hashes, data.num_computed_tokens)  # type: ignore[attr-defined]
         for request_id, count in output.num_scheduled_tokens.items():
-            spec = self._midstream_capturing.get(request_id)
-            if spec is not None:
+            wanted = self._midstream_capturing.get(request_id)
+            if wanted is not None:
                 request = self.requests[request_id]  # type: ignore[attr-defined]
                 stop = request.num_computed_tokens  # those of this step are counted already
-                told.keep += rows.keep(request_id, spec, request.block_hashes, stop - count, stop)
+                told.keep += rows.keep(request_id, wanted, request.block_hashes, stop - count, stop)
         told.drop = rows.dropped()
         return told
 
     def _capped(self, manager: Any, original: Any) -> Any:
         """Cached blocks are reused only as far as the rows that the request wants captured are kept.
 
-        And of a request whose forward may begin at a higher layer only those that others compute: what it filled itself, before it
-        was preempted, may lack the layers below. Where the blocks of its base are kept it gets those, up to the very position.
+        Where the blocks of its base are kept a request gets those, up to the very position that it touches. And if its forward may
+        begin at a higher layer, only blocks that others compute: what it filled itself, before it was preempted, may lack the layers below.
         """
 
         def get_computed_blocks(request: Any) -> Any:
-            spec = self._midstream_capturing.get(request.request_id)
-            base, limit = self._midstream_entering.get(request.request_id, ("", None))
-            if limit is not None and (found := self._midstream_blocks.find(base, request, limit)) is not None:
+            wanted = self._midstream_capturing.get(request.request_id)
+            base, touched, enters = self._midstream_bases.get(request.request_id, ("", 0, False))
+            if wanted is None and (found := self._midstream_blocks.find(base, request, touched)) is not None:
                 return *found, 0
-            if spec is not None:
+            limit = touched if enters else None
+            if wanted is not None:
                 # A preempted request keeps what it has recorded and recomputes the rest.
-                kept = spec.lowest_captured if request.num_preemptions else self._midstream_rows.reach(spec, request.block_hashes)
+                kept = wanted.lowest_captured if request.num_preemptions else self._midstream_rows.reach(wanted, request.block_hashes)
                 limit = kept if limit is None else min(kept, limit)
             if limit is None:
                 return original(request)

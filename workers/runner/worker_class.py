@@ -65,7 +65,7 @@ class MidstreamWorker(PlatformWorker):
         sites, buffers = install(
             self.model_runner.get_model(),
             adapter,
-            _sizes(config, len(hooks) * adapter.num_layers, adapter.hidden_size, model.dtype.itemsize, traced=traced),
+            _sizes(config, len(hooks) * adapter.num_layers, traced=traced),
             hooks,
             dtype=model.dtype,
             device=self.device,
@@ -168,11 +168,11 @@ class MidstreamWorker(PlatformWorker):
         return self._plane
 
 
-def _sizes(config: PlaneConfig, sites: int, hidden_size: int, item_bytes: int, *, traced: bool) -> Sizes:
+def _sizes(config: PlaneConfig, sites: int, *, traced: bool) -> Sizes:
     """Lists are read on the CPU, patterns by accelerators; a forward that runs as Python on the CPU has a ring of its own each step."""
     on_cpu = current_platform.is_cpu()
     return Sizes(
-        ring_rows=0 if on_cpu and not traced else config.ring_rows(hidden_size, item_bytes),
+        ring_rows=(config.step_rows if traced else 0) if on_cpu else 2 * config.step_rows,  # one half is filled, the other read
         capacity=config.step_tokens,
         lists=(2 * sites + 1) * config.step_tokens if on_cpu else 1,  # each port may capture other tokens, and the edits come once
         patterns=1 if on_cpu else 2 * sites,

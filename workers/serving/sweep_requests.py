@@ -19,13 +19,15 @@ _ONE_TOKEN = Sampling(max_tokens=1)
 class SweepRequests:
     """Of one attempt at one sweep. Pure; small enough per cell that a sweep of 20,000 costs the worker a second."""
 
-    def __init__(self, job: Job, attempt: int, info: ModelInfo, enters: bool) -> None:
-        """`enters`: forwards may begin at the layer that is patched, from what the base runs keep of `pre_attn`."""
+    def __init__(self, job: Job, attempt: int, info: ModelInfo, enters: bool, reuses: bool = True) -> None:
+        """`enters`: forwards may begin at the layer that is patched, from what the base runs keep of `pre_attn`. `reuses`: and, by layers
+        or not, at the first position that is patched, behind the KV blocks of the base runs.
+        """
         assert job.sweep is not None
         self._job, self._attempt, self._sweep = job, attempt, job.sweep
         self._hidden_size = info.hidden_size
         self.units = Units(job.sweep)
-        self._enters = enters and "pre_attn" in info.hooks
+        self._enters, self._reuses = enters and "pre_attn" in info.hooks, reuses
         self._for_entry: dict[int, bool] = {}  # pair → do its base runs keep what forwards begin with? As the engine, where not said
         self._captures: dict[tuple[int, int, str], StoredCapture | None] = {}
         self._captured = {BASE: sum(map(len, self.units.nodes)), SOURCE: len(job.sweep.pairs)}
@@ -54,8 +56,8 @@ class SweepRequests:
                 keep=self.kept(unit.pair) if keeps and place == 0 else "",
                 against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "",
             )
-            base = self._key(unit, place, BASE) if unit.kind == "base" else ""
-            ask = self._ask(unit, place, [*prompt, *node.prefix], captures=[capture] if capture else [], grade=grade, keep_blocks=base)
+            kept = self._key(unit, place, BASE) if unit.kind == "base" and self._reuses else ""
+            ask = self._ask(unit, place, [*prompt, *node.prefix], captures=[capture] if capture else [], grade=grade, keep_blocks=kept)
             asks.append(ask)
         return asks
 
@@ -70,7 +72,8 @@ class SweepRequests:
             entry = Entry(run=base, layer=layers[0]) if enters and layers[0] > 0 else None
             grade = Grade(token_ids=list(node.token_ids), against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "")
             steering = self._patches(unit, layers, places, base)
-            asks.append(self._ask(unit, place, [*stored.base, *node.prefix], steering=steering, entry=entry, grade=grade))
+            reused = base if self._reuses else ""
+            asks.append(self._ask(unit, place, [*stored.base, *node.prefix], steering=steering, entry=entry, grade=grade, base=reused))
         return asks
 
     def compares(self, unit: Unit) -> bool:
@@ -132,6 +135,7 @@ class SweepRequests:
         captures: list[StoredCapture] | None = None,
         entry: Entry | None = None,
         grade: Grade,
+        base: str = "",
         keep_blocks: str = "",
     ) -> EngineRequest:
         return EngineRequest(
@@ -145,6 +149,7 @@ class SweepRequests:
             captured=self._captured if captures else {},
             entry=entry,
             grade=grade,
+            base=base,
             keep_blocks=keep_blocks,
             tenant=self._job.tenant,
         )

@@ -91,7 +91,7 @@ class SweepAttempt:
         self._everyone = attempt.lease.steering
         # Global steering may apply below the layer at which a forward would begin.
         enters = settings.sweep_entry and engine.enters and not self._everyone.entries
-        self._requests = SweepRequests(attempt.job, attempt.number, engine.info, enters)
+        self._requests = SweepRequests(attempt.job, attempt.number, engine.info, enters, settings.sweep_entry)
         self._units = self._requests.units
         self._slots = cells_in_flight
         self._unread = asyncio.Semaphore(UNREAD * settings.sweep_cells_in_flight)
