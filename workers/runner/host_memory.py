@@ -2,14 +2,13 @@
 
 import mmap
 import weakref
-from contextlib import suppress
 
 import numpy as np
 import torch
 
-#: Memory of at least this size is mapped on its own, in huge pages: they are touched several times faster. Below it there may be
-#: thousands of pieces, and a process has only so many mappings.
-_HUGE = 4 << 20
+#: Memory of at least this size is mapped on its own. Below it there may be thousands of pieces, and a process has only so many
+#: mappings. Huge pages are not asked for: where memory is short or fragmented, the kernel makes room for them while the model waits.
+_LARGE = 4 << 20
 
 
 class HostMemoryError(RuntimeError):
@@ -38,7 +37,7 @@ def pages(size: int, *, locked: bool) -> torch.Tensor:
     `locked`: page-locked for copies from an accelerator. It may be used again, or dropped, only when those are over. (Torch's own
     allocator would round large memory up to a power of two.)
     """
-    if size < _HUGE:
+    if size < _LARGE:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=locked)
         except (RuntimeError, MemoryError) as error:
@@ -47,9 +46,6 @@ def pages(size: int, *, locked: bool) -> torch.Tensor:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, MemoryError) as error:
         raise _none(size, "memory", error) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, dtype=np.uint8)  # goes before the mapping does; an mmap is told after
     if locked:
         cuda = torch.cuda.cudart()
