@@ -69,6 +69,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = object.__new__(type("Made", (scheduler._Midstream, Idle), {}))
     made._midstream_blocks = SimpleNamespace(make_room=lambda stuck: None)
     made._midstream_rows = SimpleNamespace(pending=False)
+    made._midstream_ring, made.running, made.max_num_active_reqs = SimpleNamespace(begin=lambda *_: None), [], 8
     made._midstream_finished, made._midstream_capturing, made._midstream_ends, made._midstream_came = {}, {}, [], {}
     return made
 
