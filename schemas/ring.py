@@ -1,4 +1,6 @@
-"""Size of the ring: the buffer that one step's captured rows are written to, in compiled forward passes and on accelerators."""
+"""Sizes of the ring, the buffer that one step's captured rows are written to in compiled forward passes and on accelerators, and of the
+queue of those that wait for the writers.
+"""
 
 from typing import NamedTuple
 
@@ -40,3 +42,20 @@ def plan_ring(
         most = min(MOST_BYTES[accelerator], memory_bytes // SHARE or MOST_BYTES[accelerator]) // (row_bytes * halves)
         rows = max(one, min(most, max(one * requests, layers * step_tokens)))
     return Ring(rows, halves, rows * halves * row_bytes)
+
+
+#: Automatic size of the queue: on the CPU; on an accelerator so many full steps, at least as on the CPU, at most this share of the memory.
+QUEUE_BYTES, QUEUE_STEPS, QUEUE_SHARE = 512 << 20, 4, 16
+
+
+def plan_queue(ring: Ring | None, *, accelerator: bool, host_bytes: int = 0, ranks: int = 1, size_mib: int = 0) -> int:
+    """Bytes of a rank's captured rows that may wait for the writers.
+
+    `host_bytes`: memory of the machine, which so many `ranks` share; 0: unknown. `size_mib`: the setting `capture_queue_mib`; 0: automatic.
+    """
+    if size_mib:
+        return size_mib << 20
+    if ring is None or not accelerator:
+        return QUEUE_BYTES
+    wanted = max(QUEUE_BYTES, QUEUE_STEPS * ring.size // ring.halves)
+    return min(wanted, max(QUEUE_BYTES, host_bytes // (QUEUE_SHARE * ranks))) if host_bytes else wanted

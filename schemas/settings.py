@@ -84,7 +84,7 @@ class Settings(Record):
     steering_poll_s: Positive = 0.25  # how often a worker looks for changes of global steering and named modules
     steering_wait_s: Positive = 20.0  # timeout of each of the two phases of a change of global steering; a lost worker counts for `lease_s`
     capture_buffer_mib: Natural = 0  # compiled and on accelerators: rows captured in one step; 0: by the model's shape, see `schemas.ring`
-    capture_queue_mib: Count = 512  # captured rows waiting for the writers, per rank
+    capture_queue_mib: Natural = 0  # captured rows waiting for the writers, per rank; 0: by the model's shape, see `schemas.ring`
     capture_overload: Literal["block", "spill", "drop"] = "block"  # if that queue is full: steps wait, rows go to disk, or rows are dropped
     capture_memory_mib: Count = 4096  # captured rows of the requests in the engine, per rank; beyond it requests wait
     capture_window_mib: Count = 64  # of one capture's rows, what stays in memory: longer ones are written while their request runs

@@ -47,6 +47,11 @@ sys.path[:0] = [str(_settle()), *map(str, SHARED)]
 
 import msgspec
 
+import midstream
+
+if Path(midstream.__file__).resolve() != (ROOT / "__init__.py").resolve():  # an editable install of it comes before any path
+    sys.exit(f"{sys.executable} imports midstream from {Path(midstream.__file__).parent}, not from {ROOT}: use a Python without it")
+
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import Kind
 from midstream.schemas.base import from_msgpack, to_msgpack
@@ -188,9 +193,15 @@ def without_weights(asked: Options) -> dict[str, Any]:
     given: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
     if not asked.gpu:
         return given
-    if find_spec("vllm.vllm_flash_attn._vllm_fa2_C") is None:
+    if not has_operators("vllm_flash_attn/_vllm_fa"):
         given["attention_backend"] = "TRITON_ATTN"
     return given | {"gpu_memory_utilization": 0.4}  # two engines share the GPU
+
+
+def has_operators(prefix: str) -> bool:
+    """Whether this vLLM has the compiled library: some machines are given one without all of them."""
+    vllm = find_spec("vllm")
+    return vllm is not None and vllm.origin is not None and any(Path(vllm.origin).parent.glob(f"{prefix}*.so"))
 
 
 def serving_settings(asked: Options, folder: Path, model: Path, **more: Any) -> Settings:

@@ -10,7 +10,6 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +196,8 @@ def figures_of(runs: dict[str, list[dict[str, float]]], rates: list[float], work
 def main() -> None:
     asked = kit.options(__doc__)
     until = time.monotonic() + asked.seconds
-    if asked.gpu and asked.model == "30b-a3b" and find_spec("vllm._moe_C") is None:
-        kit.finish(asked, {"skipped": "this vLLM lacks its fused MoE operators (vllm._moe_C)"})
+    if asked.gpu and asked.model == "30b-a3b" and not kit.has_operators("_moe_C"):
+        kit.finish(asked, {"skipped": "this vLLM lacks its fused MoE operators (vllm/_moe_C*.so)"})
         return
     memory_gib = kit.machine(asked.device).get("gpu_memory_gib", 1)
     config, note = kit.shape("tiny"), ""

@@ -17,7 +17,7 @@ from ..extras import MissingExtraError, explained, need
 from ..sdk import discovery
 from . import acl, captures, curve, jobs, keys, service, source_runs, stack, steering, sweeps, webhooks
 from .jobs import AsJson, Url, connect, err, out
-from .options import HOOKS_FORM
+from .options import HOOKS_FORM, overrides
 
 
 class Commands(TyperGroup):
@@ -77,7 +77,7 @@ def up(
         "model": model, "data_dir": str(data_dir) if data_dir else None, "api_port": port, "flower_port": flower_port,
         "global_capture": global_capture,
     }  # fmt: skip
-    settings = load_settings({**os.environ, **_overrides(set_ or [])}, **given)
+    settings = load_settings({**os.environ, **overrides(set_ or [])}, **given)
     from_settings(settings)  # what is wrong in itself is said before anything starts
     raise typer.Exit(Supervisor(settings, say=lambda line: print(line, flush=True)).run())
 
@@ -140,17 +140,6 @@ webhooks.register(app)
 keys.register(app)
 curve.register(app)
 acl.register(app)
-
-
-def _overrides(pairs: list[str]) -> dict[str, str]:
-    """`--set name=value` as if it stood in the environment: the same conversion, the same complaints."""
-    values = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise SettingsError(f"--set {pair!r}: write it as NAME=VALUE, such as kv_cache_gib=2")
-        values[f"MIDSTREAM_{name.strip().upper()}"] = value
-    return values
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -17,6 +17,7 @@ from ...schemas.errors import MidstreamError, invalid
 from ...schemas.global_capture import HOOK_NAMES, parse_hooks
 from ...schemas.interventions import FAMILIES, STEERING_FIELDS
 from ...schemas.selectors import HookName, LayerSelector, written_range
+from ...schemas.settings import SettingsError
 from ..durations import seconds
 from ..sdk.wire import Patch, Steering
 
@@ -357,3 +358,14 @@ def with_handling(command: Callable[..., None]) -> Callable[..., None]:
     found = [each for name, parameter in own.parameters.items() for each in (options if name == "handling" else [parameter])]
     takes_options.__signature__ = own.replace(parameters=found)  # type: ignore[attr-defined]
     return takes_options
+
+
+def overrides(pairs: list[str]) -> dict[str, str]:
+    """`--set name=value` as if it stood in the environment: the same conversion, the same complaints."""
+    values = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise SettingsError(f"--set {pair!r}: write it as NAME=VALUE, such as kv_cache_gib=2")
+        values[f"MIDSTREAM_{name.strip().upper()}"] = value
+    return values

@@ -1,5 +1,6 @@
 """`midstream top` and `midstream doctor`: live status of the service, and checks with advice."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..render import status as show_status
 from ..sdk import discovery
 from ..stack.doctor import Finding, examine
 from .jobs import AsJson, Url, connect, out
+from .options import overrides
 
 #: Seconds between two looks.
 INTERVAL_S = 2.0
@@ -67,13 +69,27 @@ def _look(ask: Callable[[], Status], url: str, before: Status) -> tuple[Status, 
 
 def doctor(
     data_dir: Annotated[Path | None, typer.Option(help="Data directory of a `midstream up`; default: from the settings.")] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="CHECKPOINT", help="Check nothing: print what an engine of this folder takes. `-`: the settings' model."),
+    ] = None,
+    tokens_per_second: Annotated[float, typer.Option(help="With --plan: tokens that the engine computes.", min=0)] = 5000.0,
+    gpu_memory_gib: Annotated[float, typer.Option(help="With --plan: memory of one GPU; 0: unknown.", min=0)] = 0.0,
+    cpu: Annotated[bool, typer.Option("--cpu", help="With --plan: on CPUs instead of GPUs.")] = False,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting; repeatable.")] = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
     """Check Redis, clocks, disk, versions, workers, relay, webhooks and keys, with advice. Exit code 1 if a check fails."""
     from ..stack.supervisor import own_redis_url
 
-    settings = load_settings(data_dir=str(data_dir) if data_dir else None)
+    settings = load_settings({**os.environ, **overrides(set_ or [])}, data_dir=str(data_dir) if data_dir else None)
+    if plan is not None:
+        from ..stack.plan import facts, lines, planned
+
+        made = planned(plan.removeprefix("-"), settings, gpu=not cpu, tokens_per_second=tokens_per_second, gpu_memory_gib=gpu_memory_gib)
+        print(to_json(facts(made)).decode() if json_ else "\n".join(lines(made, tokens_per_second)))
+        return
     data = discovery.data_dir(settings)
     stack = discovery.running(data)
     address = url or (stack.url if data_dir and stack else "") or discovery.find_url(None, settings, sure=False)

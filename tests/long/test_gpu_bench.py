@@ -11,7 +11,7 @@ from tree import ROOT
 
 #: What each stage must have found there.
 WANTED = {
-    "kernels": {"cases": 90},
+    "kernels": {},
     "graphs": {"wrong_rows": 0, "family_differences": 0},
     "serving-8b": {},
     "sweeps": {},
@@ -31,6 +31,8 @@ def test_every_stage_runs_on_a_cpu_and_fills_the_page(tmp_path: Path) -> None:
     for name, figures in WANTED.items():
         found = records[name]["figures"]
         assert {key: found[key]["value"] for key in figures} == figures, name
+    assert records["kernels"]["figures"]["cases"]["value"] > 50
+    assert records["kernels"]["figures"]["graph_replays"]["value"] > 10
     assert records["timeline"]["figures"]["site_launches"]["value"] >= 1
     assert records["graphs"]["figures"]["rows"]["value"] > 100
     page = (tmp_path / "RESULTS.md").read_text()

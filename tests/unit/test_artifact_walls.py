@@ -38,6 +38,7 @@ OPENS: dict[str, str] = {
     "client/sdk/steering.py": "the user's vectors",
     "client/sdk/wire.py": "the user's key file",
     "client/stack/doctor.py": "a file without a name, to time the disk",
+    "client/stack/plan.py": "a checkpoint's config.json",
     "client/stack/processes.py": "/proc and logs",
     "client/stack/supervisor.py": "the lock and state of a stack",
     "client/study/patch_study.py": "the user's study",

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -100,6 +101,15 @@ def test_no_stage_begins_when_the_time_is_over(tmp_path: Path) -> None:
     assert failed == []
     assert "not run" in printed
     assert not (tmp_path / "out" / "good.json").exists()
+
+
+def test_code_of_another_checkout_is_not_measured(tmp_path: Path) -> None:
+    """This Python's midstream is an editable install of this one."""
+    folder = tmp_path / "benchmarks" / "gpu"
+    shutil.copytree(FOLDER, folder)
+    done = subprocess.run([sys.executable, str(folder / "all.py"), "--render"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert f"not from {tmp_path}" in done.stderr
 
 
 # -- the page ------------------------------------------------------------------------------------------------------------

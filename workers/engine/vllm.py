@@ -21,7 +21,7 @@ from ...schemas.engine_errors import in_our_settings
 from ...schemas.errors import MidstreamError
 from ...schemas.global_capture import from_settings
 from ...schemas.models import ModelInfo, TokenizerBundle
-from ...schemas.ring import plan_ring
+from ...schemas.ring import Ring, plan_queue, plan_ring
 from ...schemas.selectors import HOOKS
 from ...schemas.settings import Settings, SettingsError
 from ...schemas.specs import StoredCapture
@@ -80,7 +80,7 @@ class VllmEngine(RankControl):
             steering_entries=settings.steering_entries,
             step_tokens=settings.max_num_batched_tokens,
             step_rows=0,  # depends on the model's shape: see below
-            capture_queue_mib=settings.capture_queue_mib,
+            capture_queue_mib=0,  # likewise
             capture_window_mib=settings.capture_window_mib,
             capture_overload=settings.capture_overload,
             spill_dir=str(Path(settings.data_dir).resolve() / "spill"),
@@ -109,7 +109,8 @@ class VllmEngine(RankControl):
             )  # before any process of the engine starts, for a clear error
             hooks = [hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks]
             self._stages = stage_layers(config.get_total_num_hidden_layers(), settings.pipeline_parallel_size)
-            plane = msgspec.structs.replace(plane, step_rows=_step_rows(settings, config, len(hooks), max(map(len, self._stages))))
+            ring = _ring(settings, config, len(hooks), max(map(len, self._stages)))
+            plane = msgspec.structs.replace(plane, step_rows=ring.rows if ring else 0, capture_queue_mib=_queue_mib(settings, ring))
             asked.additional_config = plane.layout()
             plane.export()
             self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, asked, disable_log_stats=True)
@@ -274,12 +275,12 @@ def _hooks(settings: Settings) -> list[str]:
     return names
 
 
-def _step_rows(settings: Settings, config: Any, hooks: int, layers: int) -> int:
-    """Maximum rows captured per step; 0 if rows are captured directly into memory allocated for the step."""
+def _ring(settings: Settings, config: Any, hooks: int, layers: int) -> Ring | None:
+    """What one step's rows are captured to; None if that is memory allocated for the step."""
     on_cpu = current_platform.is_cpu()
     if on_cpu and settings.enforce_eager:
-        return 0
-    ring = plan_ring(
+        return None
+    return plan_ring(
         config.get_hidden_size() * config.dtype.itemsize,
         hooks,
         layers,
@@ -290,7 +291,13 @@ def _step_rows(settings: Settings, config: Any, hooks: int, layers: int) -> int:
         memory_bytes=0 if on_cpu else current_platform.get_device_total_memory(),
         size_mib=settings.capture_buffer_mib,
     )
-    return ring.rows
+
+
+def _queue_mib(settings: Settings, ring: Ring | None) -> int:
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    on_gpu = not current_platform.is_cpu()
+    return plan_queue(ring, accelerator=on_gpu, host_bytes=host_bytes, ranks=ranks, size_mib=settings.capture_queue_mib) >> 20
 
 
 def _row_store_mib(settings: Settings) -> int:

@@ -1,0 +1,198 @@
+"""What `midstream doctor --plan` says is what the engine's ranks then take."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from midstream.client.cli import main as cli
+from midstream.client.stack.plan import planned
+from midstream.kernels.plan import COLUMNS, COUNTS, ROWS_PER_TOKEN
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.ring import QUEUE_BYTES, Ring, plan_queue
+from midstream.schemas.settings import Settings
+from midstream.workers.engine import plan as module
+from midstream.workers.engine.plan import model_of, plan
+from midstream.workers.runner.architectures import ARCHITECTURES, UnsupportedArchitectureError
+from midstream.workers.runner.sites import Buffers, Sizes, _buffers
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "dtype": "bfloat16",
+}  # fmt: skip
+LLAMA_70B = LLAMA_8B | {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672}
+QWEN_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
+    "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128, "vocab_size": 151936, "torch_dtype": "bfloat16",
+}  # fmt: skip
+TINY = LLAMA_8B | {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 512, "intermediate_size": 160, "num_attention_heads": 2}
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+
+def sizes_on_a_gpu(found: module.Plan, settings: Settings) -> tuple[int, Sizes]:
+    """Sites, and what `worker_class._sizes` gives its rank."""
+    sites = len(found.hooks) * found.layers
+    assert found.ring is not None
+    return sites, Sizes(
+        ring_rows=2 * found.ring.rows, capacity=settings.max_num_batched_tokens, lists=1, patterns=2 * sites,
+        configurations=settings.steering_rows, entries=settings.steering_entries,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [TINY, LLAMA_8B, LLAMA_70B, QWEN_30B], ids=["tiny", "8b", "70b", "30b-a3b"])
+@pytest.mark.parametrize("given", [{}, {"hooks": "post_block,pre_attn", "max_num_batched_tokens": 8192, "steering_rows": 7}])
+def test_the_memory_of_buffers_is_that_of_the_buffers(config: dict[str, Any], given: dict[str, Any]) -> None:
+    settings, model = Settings(**given), model_of(config)
+    found = plan(model, settings)
+    sites, sizes = sizes_on_a_gpu(found, settings)
+    real = _buffers(sites, sizes, model.hidden_size, getattr(torch, model.dtype), torch.device("meta"))
+    wanted = {field.name: getattr(real, field.name).nbytes for field in fields(Buffers)}
+    assert {part.name: part.bytes for part in found.memory if part.where == "GPU"} == wanted
+
+
+def test_the_columns_are_those_of_the_kernels() -> None:
+    assert (module.PLAN_COLUMNS, module.COUNTS, module.ROWS_PER_TOKEN) == (COLUMNS, COUNTS, ROWS_PER_TOKEN)
+
+
+def test_a_pipeline_stage_holds_its_share_of_layers_and_buffers() -> None:
+    model = model_of(LLAMA_70B)
+    whole, half = plan(model, Settings()), plan(model, Settings(pipeline_parallel_size=2))
+    slots = {part.name: part.bytes for part in half.memory}["capture_slots"]
+    assert half.layers == 40
+    assert 2 * slots == {part.name: part.bytes for part in whole.memory}["capture_slots"]
+
+
+def test_a_cpu_that_runs_eagerly_has_no_ring_and_no_launches() -> None:
+    found = plan(model_of(TINY), Settings(), gpu=False)
+    assert found.ring is None
+    assert found.work == []
+    assert {part.where for part in found.memory} == {"host"}
+    compiled = plan(model_of(TINY), Settings(enforce_eager=False), gpu=False)
+    assert compiled.ring is not None
+    assert compiled.ring.halves == 1
+
+
+RING = Ring(rows=65536, halves=2, size=1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"accelerator": False}, QUEUE_BYTES),
+        ({"accelerator": True}, 2 << 30),  # four steps of half a GiB
+        ({"accelerator": True, "size_mib": 7}, 7 << 20),
+        ({"accelerator": True, "host_bytes": 16 << 30}, 1 << 30),
+        ({"accelerator": True, "host_bytes": 16 << 30, "ranks": 8}, QUEUE_BYTES),
+    ],
+)
+def test_the_queue_holds_some_steps_and_leaves_the_host_its_memory(asked: dict[str, Any], expected: int) -> None:
+    assert plan_queue(RING, **asked) == expected
+
+
+# -- work and bytes ------------------------------------------------------------------------------------------------------
+
+
+def test_idle_steps_launch_nothing_and_busy_ones_more_with_more_hooks() -> None:
+    work = {(each.hooks, each.step): each.cost for each in plan(model_of(LLAMA_8B), Settings()).work}
+    assert work["6 hooks", "idle"].launches == 0
+    assert 0 < work["post_block", "steered"].launches < work["6 hooks", "steered"].launches
+    assert work["post_block", "captured"].host_bytes == 32 * 64 * 8192
+
+
+def test_an_8b_makes_256_kib_of_rows_per_token() -> None:
+    found = {stream.captured: stream for stream in plan(model_of(LLAMA_8B), Settings(), tokens_per_second=1000).streams}
+    assert found["every layer at one hook"].token_bytes == 256 << 10
+    assert found["every layer at one hook"].bytes_per_s == 256e3 * 1024
+    assert found["every layer at 6 hooks"].token_bytes == 6 * (256 << 10)
+
+
+@pytest.mark.parametrize(("config", "billions"), [(LLAMA_8B, 8.03), (LLAMA_70B, 70.6), (QWEN_30B, 30.5)], ids=["8b", "70b", "30b-a3b"])
+def test_parameters_are_counted_from_the_shape(config: dict[str, Any], billions: float) -> None:
+    assert model_of(config).parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize(("given", "dtype"), [("auto", "bfloat16"), ("float32", "float32")])
+def test_a_checkpoint_in_float32_is_served_in_bfloat16_unless_told_otherwise(given: str, dtype: str) -> None:
+    assert model_of(TINY | {"dtype": "float32"}, given).dtype == dtype
+
+
+# -- limits --------------------------------------------------------------------------------------------------------------
+
+
+def limits(config: dict[str, Any], **given: Any) -> dict[str, str]:
+    return {text.partition(":")[0]: text for text in plan(model_of(config), Settings(**given)).limits[::-1]}
+
+
+def test_the_layers_that_one_step_captures_follow_from_the_ring() -> None:
+    given = {"max_num_batched_tokens": 8192, "capture_buffer_mib": 1024}
+    assert "a step of 8192 tokens captures at most 8 of 32 layers" in limits(LLAMA_8B, **given)["capture_buffer_mib"]
+    given["capture_buffer_mib"] = 16384
+    assert "captures every layer at 4 of 6 hooks" in limits(LLAMA_8B, **given)["capture_buffer_mib"]
+
+
+def test_a_ring_for_less_than_one_token_is_named() -> None:
+    found = plan(model_of(LLAMA_70B), Settings(capture_buffer_mib=4)).limits
+    assert any("captures at most 128 of the 480 sites" in text for text in found)
+
+
+def test_long_captures_take_a_window_of_memory_each() -> None:
+    found = limits(LLAMA_8B, capture_memory_mib=4096, capture_window_mib=64)["capture_memory_mib"]
+    assert "64 requests" in found
+    assert "more than 256 positions" in found
+
+
+def test_too_few_steering_rows_are_named() -> None:
+    assert "steering_rows" in limits(LLAMA_8B, max_num_seqs=256)
+    assert "steering_rows" not in limits(LLAMA_8B, max_num_seqs=64)
+
+
+# -- checkpoints and the command -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_has_a_plan(name: str) -> None:
+    """Also with the spellings of older config files."""
+    config = {"architectures": [name], "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100, "torch_dtype": "float16"}
+    model = model_of(config)
+    assert (model.layers, model.hidden_size, model.row_bytes) == (2, 64, 128)
+    assert plan(model, Settings()).work
+
+
+def test_a_hook_that_the_model_lacks_is_refused_by_name() -> None:
+    olmo = {**TINY, "architectures": ["Olmo2ForCausalLM"]}
+    with pytest.raises(UnsupportedArchitectureError, match="has no mlp_in"):
+        plan(model_of(olmo), Settings(hooks="mlp_in"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file"),
+        ("{", "config.json"),
+        ('{"architectures": ["Bloom"]}', "Bloom is not supported"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "it has no 'num_hidden_layers'"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_planned_is_an_error_with_its_reason(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(MidstreamError, match=said):
+        planned(str(tmp_path), Settings(), gpu=True, tokens_per_second=1, gpu_memory_gib=0)
+
+
+def test_the_command_prints_the_plan_for_people_and_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    cli.app(["doctor", "--plan", str(tmp_path), "--set", "hooks=post_block", "--gpu-memory-gib", "80"], standalone_mode=False)
+    printed = capsys.readouterr().out
+    assert "LlamaForCausalLM: 32 layers × 4096, bfloat16, 8.03 B parameters" in printed
+    assert "hooks: post_block\n" in printed
+    cli.app(["doctor", "--plan", "-", "--set", f"model={tmp_path}", "--tokens-per-second", "10", "--json"], standalone_mode=False)
+    told = json.loads(capsys.readouterr().out)
+    assert told["hooks"] == ["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"]
+    assert told["streams"][1]["bytes_per_s"] == 10 * (256 << 10)
+    assert {"memory", "work", "limits", "ring_rows"} <= set(told)

@@ -1,0 +1,296 @@
+"""What an engine takes, from the model's shape and the settings alone: memory, work per step, bytes to the disk, limits that bind.
+
+Pure, without torch and vLLM, so that it answers before anything is started: `midstream doctor --plan`. The memory of the rank's buffers
+is exact (tests compare it with the buffers); times are estimates, see `runner.site_costs`.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, NamedTuple
+
+from ...schemas.dtypes import ITEM_BYTES
+from ...schemas.interventions import FAMILIES, MAX_RANK, SCALARS
+from ...schemas.ring import Ring, plan_queue, plan_ring
+from ...schemas.selectors import HOOKS, Hook
+from ...schemas.settings import Settings
+from ..runner.architectures import ARCHITECTURES, UnsupportedArchitectureError, Variant, check_name
+from ..runner.site_costs import CASES, Machine, Shape, StepCost, step_cost
+
+#: As `kernels.plan` has them, which imports torch; a test compares.
+PLAN_COLUMNS, COUNTS, ROWS_PER_TOKEN = 16, 3, 8
+#: Spellings in config.json → those that transformers' config classes give.
+_SPELLINGS = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
+_SPELLINGS |= {"torch_dtype": "dtype", "ffn_dim": "intermediate_size", "n_inner": "intermediate_size"}
+#: What transformers assumes where a field that decides about the hooks is not there.
+_ASSUMED = {"use_parallel_residual": True, "do_layer_norm_before": True, "dtype": "float32"}
+#: What vLLM makes of `dtype` auto.
+_AUTO = {"float32": "bfloat16"}
+
+
+class Model(NamedTuple):
+    """A checkpoint's shape, as its config.json says."""
+
+    architecture: str
+    variant: Variant
+    layers: int
+    hidden_size: int
+    dtype: str
+    parameters: float
+    max_model_len: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden_size * ITEM_BYTES[self.dtype]
+
+    @property
+    def hooks(self) -> list[Hook]:
+        return [hook for hook in HOOKS if hook in self.variant.taps]
+
+
+class Memory(NamedTuple):
+    """A part of a rank's memory."""
+
+    name: str
+    bytes: int
+    where: Literal["GPU", "host"]
+    about: str
+    setting: str = ""
+
+
+class Work(NamedTuple):
+    """What the sites add to a decode step with as many requests as fit."""
+
+    hooks: str
+    step: str
+    cost: StepCost
+    share: float  # of a step of stock vLLM
+
+
+class Stream(NamedTuple):
+    """Rows of a capture of every request at every token."""
+
+    captured: str
+    token_bytes: int
+    bytes_per_s: float
+
+
+class Plan(NamedTuple):
+    model: Model
+    hooks: list[Hook]
+    layers: int  # of the largest stage
+    ring: Ring | None  # None: rows are captured into memory that is allocated for each step
+    step_s: float  # of stock vLLM, estimated
+    memory: list[Memory]
+    work: list[Work]
+    streams: list[Stream]
+    limits: list[str]
+
+
+def model_of(config: Mapping[str, Any], dtype: str = "auto") -> Model:
+    """The shape in a config.json. Raises UnsupportedArchitectureError, and KeyError for a field that is not there."""
+    text = {**config, **config.get("text_config", {})}
+    text |= {ours: text[theirs] for theirs, ours in _SPELLINGS.items() if text.get(theirs) is not None and ours not in text}
+    text = _ASSUMED | text
+    architecture = (config.get("architectures") or [""])[0]
+    check_name(architecture)
+    fits = (each for each in ARCHITECTURES[architecture] if all(text.get(name) == value for name, value in each.when.items()))
+    variant = next(fits, None)
+    if variant is None or variant.refused:
+        why = variant.refused if variant else "no supported variant matches this configuration"
+        raise UnsupportedArchitectureError(f"{architecture}: {why}")
+    return Model(
+        architecture,
+        variant,
+        int(text["num_hidden_layers"]),
+        int(text["hidden_size"]),
+        _AUTO.get(text["dtype"], text["dtype"]) if dtype == "auto" else dtype,
+        _parameters(text),
+        int(text.get("max_position_embeddings") or 0),
+    )
+
+
+def _parameters(config: Mapping[str, Any]) -> float:
+    """Weights of the whole model, norms and biases left out: for estimates."""
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    shared = int(config.get("num_key_value_heads") or heads)
+    attention = 2 * (heads + shared) * int(config.get("head_dim") or hidden // heads) * hidden
+    experts = int(config.get("num_experts") or config.get("num_local_experts") or 1)
+    width = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * hidden)
+    embeddings = int(config["vocab_size"]) * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return embeddings + int(config["num_hidden_layers"]) * (attention + 3 * experts * width * hidden)
+
+
+def plan(
+    model: Model,
+    settings: Settings,
+    *,
+    gpu: bool = True,
+    tokens_per_second: float = 5000.0,
+    gpu_bytes: int = 0,
+    host_bytes: int = 0,
+    machine: Machine | None = None,
+) -> Plan:
+    """For one engine. `gpu_bytes`, `host_bytes`: memory of one GPU and of its machine; 0: unknown.
+
+    Raises UnsupportedArchitectureError for a hook that the model does not have.
+    """
+    machine = machine or Machine()
+    eager = settings.enforce_eager if settings.enforce_eager is not None else not gpu
+    hooks = _hooks(model, settings)
+    layers = -(-model.layers // settings.pipeline_parallel_size)
+    ring = None
+    if gpu or not eager:
+        ring = plan_ring(
+            model.row_bytes, len(hooks), layers, step_tokens=settings.max_num_batched_tokens, requests=settings.max_num_seqs,
+            drafts=settings.speculative_tokens, accelerator=gpu, memory_bytes=gpu_bytes, size_mib=settings.capture_buffer_mib,
+        )  # fmt: skip
+    shape = Shape(
+        model.architecture, model.variant, layers, model.hidden_size, model.parameters * layers / model.layers,
+        settings.tensor_parallel_size, ITEM_BYTES[model.dtype],
+    )  # fmt: skip
+    queue = plan_queue(ring, accelerator=gpu, host_bytes=host_bytes, ranks=_ranks(settings), size_mib=settings.capture_queue_mib)
+    return Plan(
+        model,
+        hooks,
+        layers,
+        ring,
+        shape.step_s(machine),
+        [*buffers(model, settings, len(hooks) * layers, ring, gpu=gpu), *_host_memory(settings, queue)],
+        _work(shape, hooks, settings, machine) if gpu and not eager else [],
+        _streams(model, hooks, tokens_per_second),
+        _limits(model, settings, hooks, layers, ring, queue, tokens_per_second),
+    )
+
+
+def _hooks(model: Model, settings: Settings) -> list[Hook]:
+    if settings.hooks == "all":
+        return model.hooks
+    named = [name.strip() for name in settings.hooks.split(",")]
+    if unknown := [name for name in named if name not in model.hooks]:
+        raise UnsupportedArchitectureError(f"{model.architecture} has no {unknown[0]}; it has {', '.join(model.hooks)}")
+    return [hook for hook in model.hooks if hook in named]
+
+
+def _ranks(settings: Settings) -> int:
+    return settings.tensor_parallel_size * settings.pipeline_parallel_size
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+
+def buffers(model: Model, settings: Settings, sites: int, ring: Ring | None, *, gpu: bool) -> list[Memory]:
+    """Of a rank with so many sites, name for name as `runner.sites.Buffers`; on the CPU they are in the host's memory."""
+    capacity, rows = settings.max_num_batched_tokens, settings.steering_rows
+    width = model.row_bytes
+    entries = 1 + settings.steering_entries
+    where: Literal["GPU", "host"] = "GPU" if gpu else "host"
+    ring_rows = ring.rows * ring.halves if ring else 0
+    found = {
+        "ring": (
+            ring_rows * width,
+            "rows captured in one step" + (", in two halves" if ring and ring.halves > 1 else ""),
+            "capture_buffer_mib",
+        ),
+        "pool": (entries * width, "vectors of steering configurations", "steering_entries"),
+        "scalars": (entries * SCALARS * 4, "their numbers", "steering_entries"),
+        "site_rows": (sites * len(FAMILIES) * (1 + rows) * 4, "which vectors a configuration uses at each site", "steering_rows"),
+        "plan": (sites * PLAN_COLUMNS * 4, "what each site does in a step", "hooks"),
+        "lists": ((1 if gpu else (2 * sites + 1) * capacity) * 4, "tokens that each site reads", "max_num_batched_tokens"),
+        "token_rows": (capacity * ROWS_PER_TOKEN * 4, "configurations of each token", "max_num_batched_tokens"),
+        "capture_slots": ((2 * sites if gpu else 1) * capacity * 4, "rows that each token is captured to", "max_num_batched_tokens"),
+        "broken": (capacity * 4, "rows that are not finite", "max_num_batched_tokens"),
+        "counts": (sites * COUNTS * 4, "what each site did", "hooks"),
+    }
+    return [Memory(name, size, where, about, setting) for name, (size, about, setting) in found.items()]
+
+
+def _host_memory(settings: Settings, queue: int) -> list[Memory]:
+    """At most, beside the buffers."""
+    return [
+        Memory("queue", queue, "host", "captured rows that wait for the writers, page-locked on a GPU", "capture_queue_mib"),
+        Memory("row store", settings.row_store_mib << 20, "host", "rows kept for prompts that the prefix cache serves", "row_store_mib"),
+        Memory("vectors", settings.vector_cache_mib << 20, "host", "steering vectors", "vector_cache_mib"),
+        Memory("source runs", settings.run_cache_mib << 20, "host", "rows that patches read", "run_cache_mib"),
+    ]
+
+
+# -- work and bytes ------------------------------------------------------------------------------------------------------
+
+
+def _work(shape: Shape, hooks: Collection[Hook], settings: Settings, machine: Machine) -> list[Work]:
+    """With the hooks that the settings name, and with the one that most uses need."""
+    sets: dict[str, Collection[Hook]] = {f"{len(hooks)} hooks": hooks}
+    if len(hooks) > 1:
+        sets |= {hook: (hook,) for hook in hooks if hook == "post_block"}
+    found = []
+    for name, installed in sets.items():
+        for case, (edited, captured) in CASES.items():
+            if not {*edited, *captured} <= {*installed}:
+                continue
+            rows = settings.max_num_seqs
+            cost = step_cost(shape, installed, rows=rows, edited=edited, captured=captured, configurations=rows, machine=machine)
+            found.append(Work(name, case, cost, cost.seconds / shape.step_s(machine)))
+    return found
+
+
+def _streams(model: Model, hooks: Collection[Hook], tokens_per_second: float) -> list[Stream]:
+    """Each row is written once, by the first rank of the stage that has its layer."""
+    sets = {"one layer at one hook": 1, "every layer at one hook": model.layers}
+    if len(hooks) > 1:
+        sets[f"every layer at {len(hooks)} hooks"] = model.layers * len(hooks)
+    return [Stream(name, sites * model.row_bytes, sites * model.row_bytes * tokens_per_second) for name, sites in sets.items()]
+
+
+# -- limits --------------------------------------------------------------------------------------------------------------
+
+
+def _limits(
+    model: Model, settings: Settings, hooks: Collection[Hook], layers: int, ring: Ring | None, queue: int, tokens_per_second: float
+) -> list[str]:
+    """What a user or the operator meets first, in sentences that begin with the setting."""
+    found, sites, tokens = [], len(hooks) * layers, settings.max_num_batched_tokens
+    if ring is not None:
+        whole = ring.rows // tokens
+        if whole < layers:
+            found.append(
+                f"capture_buffer_mib: a step of {tokens} tokens captures at most {whole} of {layers} layers at one hook; a prompt captured "
+                f"at more of them is computed in steps of fewer tokens ({ring.rows // layers} with all {layers})"
+            )
+        else:
+            all_of = min(whole // layers, len(hooks))
+            found.append(f"capture_buffer_mib: a step of {tokens} tokens captures every layer at {all_of} of {len(hooks)} hooks")
+        together = ring.rows // (sites * (1 + settings.speculative_tokens))
+        if together < 1:
+            found.append(f"capture_buffer_mib: a request captures at most {ring.rows} of the {sites} sites; others are rejected")
+        elif together < settings.max_num_seqs:
+            found.append(
+                f"capture_buffer_mib: {together} requests that capture all {sites} sites run at a time, others wait "
+                f"(max_num_seqs {settings.max_num_seqs})"
+            )
+    positions = (settings.capture_window_mib << 20) // (model.layers * model.row_bytes)
+    long = settings.capture_memory_mib // settings.capture_window_mib
+    found.append(
+        f"capture_memory_mib: {long} requests that capture every layer at one hook at more than {positions} positions "
+        "(capture_window_mib) run at a time, others wait"
+    )
+    seconds = queue / (model.layers * model.row_bytes * tokens_per_second)
+    after = {"block": "steps wait for the writers", "spill": "rows go to files", "drop": "rows are dropped"}[settings.capture_overload]
+    found.append(f"capture_queue_mib: every layer at one hook fills the queue in {seconds:.1f} s if nothing is written; then {after}")
+    if settings.steering_rows <= settings.max_num_seqs:
+        found.append(
+            f"steering_rows: {settings.steering_rows} configurations are not more than max_num_seqs ({settings.max_num_seqs}): requests "
+            "with their own cannot be prepared while others run"
+        )
+    found.append(
+        f"steering_entries: {settings.steering_entries} vectors at a time; a lowrank of rank {MAX_RANK} takes {2 * MAX_RANK} of them, so "
+        f"{settings.steering_entries // (2 * MAX_RANK)} of those at most"
+    )
+    memory = settings.memory_limit_kib * 1024 // model.row_bytes
+    found.append(f"memory_limit_kib: a response holds at most {memory} rows of one prompt (consumer memory)")
+    if memory < 1:
+        found[-1] = f"memory_limit_kib: a row has {model.row_bytes} bytes, more than a response may hold (consumer memory)"
+    return found
