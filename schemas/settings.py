@@ -107,7 +107,7 @@ class Settings(Record):
     run_cache_mib: Count = 1024  # rows of source runs in memory, per rank; unused ones are evicted and read from disk when needed
     sweep_cells: Count = 20_000  # cells of one sweep
     sweep_cells_waiting: Count = 200_000  # cells of all sweeps that have not ended; beyond it new sweeps are rejected
-    sweep_cells_in_flight: Count = 32  # cells of all sweeps in the engine at a time: the rest of a step is for other requests
+    sweep_cells_in_flight: Count = 64  # cells of all sweeps in the engine at a time: those of a step, and those of the next
     sweep_entry: bool = True  # start a cell's forward pass at the patched layer, where the engine can
 
     # The worker

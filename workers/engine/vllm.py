@@ -40,7 +40,7 @@ from .protocol import EngineRequest, Progress
 from .rank_control import RankControl, rank_steering, row_wish
 from .rank_spec import rank_spec
 from .tokenizer import tokenizer_bundle
-from .vllm_options import check_architecture, engine_options, for_platform, prepare_environment, scheduler_class
+from .vllm_options import check_architecture, engine_options, for_platform, prepare_environment, scheduler_class, use_all_cores
 from .vllm_output import Parts, sampling_params
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class VllmEngine(RankControl):
     async def start(self) -> None:
         settings = self._settings
         prepare_environment(settings)
+        use_all_cores()
         plane = PlaneConfig(
             version=__version__,
             worker=settings.worker_id,
@@ -122,8 +123,6 @@ class VllmEngine(RankControl):
         self.enters = settings.sweep_entry and bool(settings.enforce_eager) and "pre_attn" in hooks  # as the ranks see it
         self._row_bytes = config.get_hidden_size() * config.dtype.itemsize
         self._step_rows = StepRows(plane.step_rows)
-        # A step with a part of a prompt begins at the first layer: those that may begin higher are let in so that all fit whole.
-        self._entering = CaptureBudget(settings.max_num_batched_tokens)
         self.info = ModelInfo(
             name=settings.served_model,
             version=__version__,
@@ -160,7 +159,6 @@ class VllmEngine(RankControl):
         ended: Awaitable[None] | None = None
         try:
             async with (
-                self._entering.admitted(len(ask.token_ids) if ask.entry is not None and self.enters else 0),
                 self._rows.admitted(row_wish(spec)),
                 self._step_rows.admitted(self._unsplit_rows(ask)),
                 self._captures.admitted(self._captured_bytes(ask)),

@@ -19,6 +19,8 @@ _NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 #: Tokens in a block of the KV cache. vLLM's 128 leaves prompts of a sentence nothing to share; 32 is the least that its kernels for
 #: CPUs take, and as fast (measured with prompts of 300 tokens, and while 16 requests generate).
 _CPU_BLOCK = 32
+#: Ordinary requests and sweeps were faster with all cores on two; more were not measured.
+FEW_CORES = 2
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:
@@ -49,6 +51,15 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     if current_platform.is_cpu():
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
     return options
+
+
+def use_all_cores() -> None:
+    """On one or two cores, give the model's threads also the one that vLLM reserves for a scheduler that spins.
+
+    Ours sleeps (`runner/naps.py`). On more cores the one that is left for all other processes costs less than their interruptions.
+    """
+    if current_platform.is_cpu() and len(os.sched_getaffinity(0)) <= FEW_CORES:
+        os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
 
 
 def for_platform(settings: Settings) -> Settings:

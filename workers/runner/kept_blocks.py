@@ -25,6 +25,9 @@ class KeptBlocks:
         plain = len(managers) == 1 and type(managers[0]).__name__ == "FullAttentionManager"
         self._block_size = managers[0].block_size if plain and manager.enable_caching else 0
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._kept
+
     @property
     def number(self) -> int:
         """Blocks that are referenced here."""

@@ -15,7 +15,11 @@ from vllm.v1.request import RequestStatus
 from ...schemas.source_runs import is_row
 from ...schemas.specs import RankSpec
 from ...schemas.version import __version__
-from . import kv_blocks  # noqa: F401 - the engine core zeroes new blocks
+from . import (
+    kv_blocks,  # noqa: F401 - the engine core zeroes new blocks
+    naps,  # noqa: F401 - it sleeps while the ranks compute
+)
+from .cell_steps import Based, CellSteps
 from .config import plane_config
 from .kept_blocks import KeptBlocks
 from .process import die_with_parent
@@ -86,8 +90,7 @@ class _Midstream:
         self._midstream_came: dict[str, dict[str, Any]] = {}  # steered requests that came since the last step → spec
         _accept_ends()
         self._midstream_capturing: dict[str, Wanted] = {}  # live requests that capture prompt rows
-        #: Live requests with a base → (its run, the first position that they touch, whether they fill only higher layers behind it).
-        self._midstream_bases: dict[str, tuple[str, int, bool]] = {}
+        self._midstream_bases: dict[str, Based] = {}  # live requests with a base
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         config, model = plane_config(), self.vllm_config.model_config  # type: ignore[attr-defined]
         row_bytes = model.get_hidden_size() * model.dtype.itemsize
@@ -95,6 +98,7 @@ class _Midstream:
         stages = stage_layers(model.get_total_num_hidden_layers(), self.parallel_config.pipeline_parallel_size)  # type: ignore[attr-defined]
         self._midstream_ring = RingBudget(config.step_rows, stages, self.num_spec_tokens)  # type: ignore[attr-defined]
         self._midstream_blocks = KeptBlocks(manager)
+        self._midstream_cells = CellSteps(self._midstream_bases, self._midstream_blocks, self.max_num_scheduled_tokens)  # type: ignore[attr-defined]
         self._midstream_quarantine = Quarantine(manager)
         manager.get_computed_blocks = self._capped(manager, manager.get_computed_blocks)
 
@@ -106,8 +110,8 @@ class _Midstream:
             if asked.lowest_captured >= 0:
                 self._midstream_capturing[request.request_id] = Wanted(asked)
         if spec is not None and (spec.get("base") or spec.get("entry") is not None):
-            touched, enters = max(spec.get("first_affected", -1), 0), spec.get("entry") is not None
-            self._midstream_bases[request.request_id] = spec.get("base", ""), touched, enters
+            touched, entry = max(spec.get("first_affected", -1), 0), spec.get("entry")
+            self._midstream_bases[request.request_id] = Based(spec.get("base", ""), touched, entry["layer"] if entry else 0)
         if spec is not None and spec.get("digest") and not _patches(spec):
             self._midstream_came[request.request_id] = spec
         # vLLM hashes requests as they come in, in another thread: an epoch may have begun before it is their turn.
@@ -144,7 +148,8 @@ class _Midstream:
             (request.request_id for request in self.waiting),  # type: ignore[attr-defined]
             self.max_num_active_reqs - len(running),  # type: ignore[attr-defined]
         )
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        with self._midstream_cells.composing(running, self.waiting):  # type: ignore[attr-defined]
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         # Requests that run may all be in a step under way: the next one is then empty, and those that wait will get their turn.
         if self.waiting and not self.running and not output.total_num_scheduled_tokens:  # type: ignore[attr-defined]
             self._midstream_blocks.make_room(stuck=True)
@@ -223,10 +228,10 @@ class _Midstream:
 
         def get_computed_blocks(request: Any) -> Any:
             wanted = self._midstream_capturing.get(request.request_id)
-            base, touched, enters = self._midstream_bases.get(request.request_id, ("", 0, False))
-            if wanted is None and (found := self._midstream_blocks.find(base, request, touched)) is not None:
+            base = self._midstream_bases.get(request.request_id, Based("", 0, 0))
+            if wanted is None and (found := self._midstream_blocks.find(base.run, request, base.touched)) is not None:
                 return *found, 0
-            limit = touched if enters else None
+            limit = base.touched if base.layer else None
             if wanted is not None:
                 # A preempted request keeps what it has recorded and recomputes the rest.
                 kept = wanted.lowest_captured if request.num_preemptions else self._midstream_rows.reach(wanted, request.block_hashes)

@@ -16,6 +16,7 @@ from ...broker.ops import logs
 from ...schemas.source_runs import RunFiles
 from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor
+from . import naps  # noqa: F401 - a rank sleeps between steps
 from .adapters import V1Adapter, V2Adapter
 from .allowlist import check
 from .architectures import describe

@@ -41,7 +41,7 @@ STALL_S = 2.0
 #: Concurrent pairs: the prompts of the next are processed while the last cells of one are running.
 PAIRS_AT_ONCE = 2
 #: So many times the cells in flight may have left the engine without their receipts having been read.
-UNREAD = 8
+UNREAD = 4
 #: Receipts read per call.
 POLL_UNITS = 256
 
