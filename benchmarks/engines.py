@@ -47,6 +47,7 @@ class EngineProcess:
             [sys.executable, __file__, kind],
             env={
                 "VLLM_LOGGING_LEVEL": "ERROR",
+                "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",  # both kinds compute on the same cores
                 **os.environ,
                 "HF_HUB_OFFLINE": "1",
                 EXTRA: json.dumps(extra or {}),
