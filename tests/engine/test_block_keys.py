@@ -47,6 +47,7 @@ def scheduler_of(module: ModuleType) -> Any:
         def __init__(self) -> None:
             self.requests: dict[str, Any] = {}
             self._midstream_rows, self._midstream_capturing, self._midstream_bases = RowIndex(0, 1, BLOCK), {}, {}
+            self._midstream_came: dict[str, Any] = {}
             self._midstream_blocks = SimpleNamespace(clear=lambda: None)  # nothing is kept here
             self._midstream_came: dict[str, Any] = {}
 

@@ -1,6 +1,7 @@
 """Where requests end reaches the engine core once for each turn of the loop, and the ranks with a step, of which there is one."""
 
 import asyncio
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +71,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     made._midstream_blocks = SimpleNamespace(make_room=lambda stuck: None)
     made._midstream_rows = SimpleNamespace(pending=False)
     made._midstream_ring, made.running, made.max_num_active_reqs = SimpleNamespace(begin=lambda *_: None), [], 8
+    made._midstream_cells = SimpleNamespace(composing=lambda *_: nullcontext())
     made._midstream_finished, made._midstream_capturing, made._midstream_ends, made._midstream_came = {}, {}, [], {}
     return made
 

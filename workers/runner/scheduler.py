@@ -143,12 +143,12 @@ class _Midstream:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._midstream_blocks.make_room(stuck=False)
         running = self.running  # type: ignore[attr-defined]
-        self._midstream_ring.begin(
-            ((request.request_id, request.num_computed_tokens) for request in running),
-            (request.request_id for request in self.waiting),  # type: ignore[attr-defined]
-            self.max_num_active_reqs - len(running),  # type: ignore[attr-defined]
-        )
         with self._midstream_cells.composing(running, self.waiting):  # type: ignore[attr-defined]
+            self._midstream_ring.begin(
+                ((request.request_id, request.num_computed_tokens) for request in running),
+                (request.request_id for request in self.waiting),  # type: ignore[attr-defined]
+                self.max_num_active_reqs - len(running),  # type: ignore[attr-defined]
+            )
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         # Requests that run may all be in a step under way: the next one is then empty, and those that wait will get their turn.
         if self.waiting and not self.running and not output.total_num_scheduled_tokens:  # type: ignore[attr-defined]
