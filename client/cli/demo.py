@@ -253,7 +253,7 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
     plain, steered = _all([partial(ask, []), partial(ask, push)], "plain and steered, concurrently", console)
     for index, prompt in enumerate(STEERED):
         console.print(f"\n  [bold]{escape(prompt)} …[/]")
-        jobs.side_by_side(console, ("as it is", plain.texts[index]), (f"+ {SCALE:g} · {MODULE}", steered.texts[index]))
+        jobs.side_by_side(console, ("unsteered", plain.texts[index]), (f"+ {SCALE:g} · {MODULE}", steered.texts[index]))
     console.print()
     console.print(_receipts("Receipts of the steered completions", [steered]))
     shift = _shift(client.capture(plain.job), client.capture(steered.job), direction)
@@ -289,7 +289,7 @@ def _patch(client: Client, model: str, folder: Path, console: Console, verdict: 
     verdict.check(values[-1, -1] >= LEAST_AT_THE_END, f"the last token in the last layer recovers {values[-1, -1]:.0%}")
     layer, column = np.unravel_index(values[:, :-1].argmax(), values[:, :-1].shape)
     found, late = values[layer, column], values[-1, column]
-    early = f"earlier, it is at the subject: “{grid.names[column]}” alone recovers {found:.0%} in layer {layer}, {late:.0%} in the last"
+    early = f"earlier, at the subject: “{grid.names[column]}” alone recovers {found:.0%} in layer {layer}, {late:.0%} in the last"
     verdict.check(found >= LEAST_AT_THE_SUBJECT and late <= MOST_WHEN_READ, early)
     floor = pair.noise_floor
     verdict.check(floor is not None and floor < found, f"noise floor, from patches of a prompt with its own rows: {floor or 0:.2g}")

@@ -330,7 +330,7 @@ HANDLING: dict[str, HandlingOption] = {
     "priority": HandlingOption("priority", _option(str | None, help="high, normal (default) or low.")),
     "expires_in": HandlingOption(
         "expires_in",
-        _option(str | None, metavar="TIME", help="Abort if no worker has started it by then: 30s, 10m, 2h or 600."),
+        _option(str | None, metavar="TIME", help="Abort if no worker has started it within this time: 30s, 10m, 2h or 600."),
         lambda text: seconds(text, "--expires-in"),
     ),
     "callback": HandlingOption(

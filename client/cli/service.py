@@ -71,7 +71,7 @@ def doctor(
     data_dir: Annotated[Path | None, typer.Option(help="Data directory of a `midstream up`; default: from the settings.")] = None,
     plan: Annotated[
         str | None,
-        typer.Option(metavar="CHECKPOINT", help="Check nothing: print what an engine of this folder takes. `-`: the settings' model."),
+        typer.Option(metavar="CHECKPOINT", help="Check nothing: print what serving this checkpoint takes. `-`: the settings' model."),
     ] = None,
     tokens_per_second: Annotated[float, typer.Option(help="With --plan: tokens that the engine computes.", min=0)] = 5000.0,
     gpu_memory_gib: Annotated[float, typer.Option(help="With --plan: memory of one GPU; 0: unknown.", min=0)] = 0.0,

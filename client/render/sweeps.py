@@ -159,7 +159,7 @@ def _baselines(result: SweepResult) -> Iterator[str]:
                 for text, logprob in ((pair.answer, baseline.logprob), (pair.foil, baseline.foil_logprob))
                 if logprob is not None
             ]
-            yield f"{name}{_of(result, number)}, as it is: {', '.join(said) or f'{result.metric} {baseline.value:.3g}'}"
+            yield f"{name}{_of(result, number)}, without a patch: {', '.join(said) or f'{result.metric} {baseline.value:.3g}'}"
 
 
 def without_value(result: SweepResult) -> list[str]:

@@ -114,7 +114,7 @@ def _latency(client: Any) -> Iterator[Finding]:
     middle = statistics.median(took)
     level: Level = "fail" if middle > PING_FAIL_MS else "warn" if middle > PING_WARN_MS else "ok"
     advice = "" if level == "ok" else "move it closer, and check for slow commands: `redis-cli slowlog get`"
-    yield Finding(level, "redis latency", f"{middle:.2f} ms, at most {max(took):.2f} ms of {PINGS}", advice)
+    yield Finding(level, "redis latency", f"median {middle:.2f} ms, maximum {max(took):.2f} ms in {PINGS} pings", advice)
 
 
 def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
@@ -322,7 +322,7 @@ def _disk(data: Path) -> Iterator[Finding]:
     middle = statistics.median(took)
     level = "fail" if middle > FSYNC_FAIL_MS else "warn" if middle > FSYNC_WARN_MS else "ok"
     advice = "" if level == "ok" else "receipts and captures wait for the disk: use a local SSD for data_dir"
-    yield Finding(level, "disk fsync", f"{middle:.2f} ms, at most {max(took):.2f} ms of {len(took)}", advice)
+    yield Finding(level, "disk fsync", f"median {middle:.2f} ms, maximum {max(took):.2f} ms in {len(took)} writes", advice)
 
 
 def _fsyncs(folder: Path) -> list[float]:

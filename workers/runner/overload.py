@@ -35,8 +35,8 @@ class Overload:
             if time.monotonic() - start > self._patience_s:
                 self._gave_up = True
                 raise TimeoutError(
-                    f"the writers did not catch up within {self._patience_s:g} s: {waiting >> 20} MiB of captured rows wait, "
-                    f"{self._limit >> 20} may (capture_queue_mib)"
+                    f"the writers did not catch up within {self._patience_s:g} s: {waiting >> 20} MiB of captured rows wait; "
+                    f"the limit is {self._limit >> 20} MiB (capture_queue_mib)"
                 )
             time.sleep(_WAIT_S)
 
