@@ -55,11 +55,11 @@ def timed(action: Callable[[], Any]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--mib", type=int, default=40, help="of one capture, about")
+    parser.add_argument("--mib", type=int, default=40, help="approximate size of one capture")
     parser.add_argument("--captures", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sites", type=int, default=180)
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the temporary folder's")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to be measured; default: the temporary folder")
     options = parser.parse_args()
     positions = (options.mib << 20) // (options.sites * HIDDEN * ITEM)
     size = positions * options.sites * HIDDEN * ITEM

@@ -169,7 +169,7 @@ def build_group(plans: Sequence[SitePlan], capacity: int, dtype: torch.dtype, de
     """
     first = plans[0]
     if any(plan.edits != first.edits for plan in plans):
-        raise ValueError("the sites of one step edit the same tokens with the same rows")
+        raise ValueError("the sites of one step must edit the same tokens with the same rows")
     token_rows = torch.zeros(capacity, ROWS_PER_TOKEN, dtype=torch.int32)
     for token, rows in first.edits.items():
         if len(rows) > ROWS_PER_TOKEN:

@@ -228,7 +228,7 @@ def _check_step(capture: StoredCapture, index: int, bounds: Bounds) -> None:
     if not _fits_step([capture], index, bounds):
         raise invalid(
             "capture",
-            f"prompt {index} gives {_unsplit_rows([capture], index, bounds)} rows in one engine step, at one token"
+            f"prompt {index} produces {_unsplit_rows([capture], index, bounds)} rows in one engine step, for one token"
             f"{_drafts(bounds.model)}: more than the worker's buffer holds (setting capture_buffer_mib)",
             allowed=f"at most {bounds.model.capture_row_limit} rows per step: fewer layers or hooks",
         )

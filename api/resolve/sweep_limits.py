@@ -109,7 +109,7 @@ def _check_capture(sweep: StoredSweep, model: ModelInfo, settings: Settings) -> 
     if not model.step_holds(rows):
         raise invalid(
             "layers",
-            f"a prompt gives {rows} rows in one engine step, at one token: more than the worker's buffer holds (setting "
+            f"a prompt produces {rows} rows in one engine step, for one token: more than the worker's buffer holds (setting "
             "capture_buffer_mib)",
             allowed=f"at most {model.capture_row_limit} rows per step: fewer layers or hooks in one sweep",
         )

@@ -171,7 +171,7 @@ def main() -> None:
     notes = [
         f"{mode}: {told['step_ms']:.2f} ms a step, {told.get('idle_steps', '?')} idle, {told['facts']}" for mode, told in facts.items()
     ]
-    notes.append(f"{of_eager} of {rows_eager} rows have other bits than those of eager steps")
+    notes.append(f"{of_eager} of {rows_eager} rows differ in their bits from those of eager steps")
     kit.finish(asked, {"figures": {name: {"value": value} for name, value in figures.items()}, "notes": notes})
 
 

@@ -11,7 +11,7 @@ def main() -> None:
     asked = kit.options(__doc__)
     gpus = kit.machine(asked.device).get("gpus", 0)
     if gpus < 2:
-        kit.finish(asked, {"skipped": f"{gpus} GPUs, two are needed"})
+        kit.finish(asked, {"skipped": f"{gpus} GPUs; two are needed"})
         return
     until = time.monotonic() + asked.seconds
     config = kit.shape("8b")

@@ -73,7 +73,7 @@ def doctor(
         str | None,
         typer.Option(metavar="CHECKPOINT", help="Check nothing: print what serving this checkpoint takes. `-`: the settings' model."),
     ] = None,
-    tokens_per_second: Annotated[float, typer.Option(help="With --plan: tokens that the engine computes.", min=0)] = 5000.0,
+    tokens_per_second: Annotated[float, typer.Option(help="With --plan: tokens that the engine computes per second.", min=0)] = 5000.0,
     gpu_memory_gib: Annotated[float, typer.Option(help="With --plan: memory of one GPU; 0: unknown.", min=0)] = 0.0,
     cpu: Annotated[bool, typer.Option("--cpu", help="With --plan: on CPUs instead of GPUs.")] = False,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting; repeatable.")] = None,

@@ -108,11 +108,11 @@ def test_only_a_single_tokens_rows_must_fit_the_workers_buffer() -> None:
     limits = {"step_tokens": 8, "capture_row_limit": 8}
     both = {"hooks": {"pre_attn": "all", "post_block": "all"}}
     assert captured({**both, "positions": "all_prompt"}, 60, **limits), "2 hooks × 4 layers"
-    with pytest.raises(MidstreamError, match=r"prompt 0 gives 8 rows in one engine step, at one token: .*capture_buffer_mib") as refused:
+    with pytest.raises(MidstreamError, match=r"prompt 0 produces 8 rows in one engine step, for one token: .*capture_buffer_mib") as refused:
         captured({**both, "positions": "all_prompt"}, 60, **limits | {"capture_row_limit": 7})
     assert (refused.value.field, "at most 7 rows" in str(refused.value.allowed)) == ("capture", True)
     assert captured(both, 60, speculative_tokens=3, **limits), "one position, so one row per site"
-    with pytest.raises(MidstreamError, match="prompt 0 gives 32 rows in one engine step, at one token and 3 drafts"):
+    with pytest.raises(MidstreamError, match="prompt 0 produces 32 rows in one engine step, for one token and 3 drafts"):
         captured({**both, "positions": "all"}, 60, speculative_tokens=3, **limits)
     assert captured({**both, "positions": "all"}, 60, pp=2, **limits | {"capture_row_limit": 4}), "each stage has half of the layers"
 

@@ -201,7 +201,7 @@ def buffers(model: Model, settings: Settings, sites: int, ring: Ring | None, *, 
         "plan": (sites * PLAN_COLUMNS * 4, "what each site does in a step", "hooks"),
         "lists": ((1 if gpu else (2 * sites + 1) * capacity) * 4, "tokens that each site reads", "max_num_batched_tokens"),
         "token_rows": (capacity * ROWS_PER_TOKEN * 4, "configurations of each token", "max_num_batched_tokens"),
-        "capture_slots": ((2 * sites if gpu else 1) * capacity * 4, "rows that each token is captured to", "max_num_batched_tokens"),
+        "capture_slots": ((2 * sites if gpu else 1) * capacity * 4, "ring rows that each token's captures go to", "max_num_batched_tokens"),
         "broken": (capacity * 4, "rows that are not finite", "max_num_batched_tokens"),
         "counts": (sites * COUNTS * 4, "what each site did", "hooks"),
     }
@@ -265,7 +265,7 @@ def _limits(
             found.append(f"capture_buffer_mib: a step of {tokens} tokens captures every layer at {all_of} of {len(hooks)} hooks")
         together = ring.rows // (sites * (1 + settings.speculative_tokens))
         if together < 1:
-            found.append(f"capture_buffer_mib: a request captures at most {ring.rows} of the {sites} sites; others are rejected")
+            found.append(f"capture_buffer_mib: a request captures at most {ring.rows} of the {sites} sites; requests for more are rejected")
         elif together < settings.max_num_seqs:
             found.append(
                 f"capture_buffer_mib: {together} requests that capture all {sites} sites run at a time; others wait "
@@ -282,8 +282,8 @@ def _limits(
     found.append(f"capture_queue_mib: every layer at one hook fills the queue in {seconds:.1f} s if nothing is written; then {after}")
     if settings.steering_rows <= settings.max_num_seqs:
         found.append(
-            f"steering_rows: {settings.steering_rows} configurations are not more than max_num_seqs ({settings.max_num_seqs}): requests "
-            "with their own cannot be prepared while others run"
+            f"steering_rows: {settings.steering_rows} configurations do not exceed max_num_seqs ({settings.max_num_seqs}): requests "
+            "with configurations of their own cannot be prepared while others run"
         )
     found.append(
         f"steering_entries: {settings.steering_entries} vectors at a time; a lowrank of rank {MAX_RANK} takes {2 * MAX_RANK} of them, so "

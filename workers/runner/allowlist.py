@@ -68,7 +68,7 @@ RULES = (
         tuple(f"midstream.workers.runner.scheduler.{name}" for name in ("MidstreamAsyncScheduler", "MidstreamScheduler")),
         _OURS,
     ),
-    Rule("cache_config.kv_sharing_fast_prefill", (False,), "the upper layers compute the last row of a prompt only"),
+    Rule("cache_config.kv_sharing_fast_prefill", (False,), "the upper layers compute only the last row of a prompt"),
     Rule("lora_config", (None,), "adapters change a request's rows without changing its steering digest; this is untested"),
     Rule("model_config.runner_type", ("generate",), "requests that do not generate have no end to report"),
     Rule("model_config.is_encoder_decoder", (False,), "it has two streams"),
@@ -81,14 +81,14 @@ RULES = (
     Rule("diffusion_config", (None,), "a step computes rows of positions that are not final"),
     Rule("engram_config", (None,), "untested"),
     # Drafts
-    Rule("speculative_config.method", ("ngram",), "drafts of a model have rows of their own; this is untested"),
+    Rule("speculative_config.method", ("ngram",), "drafts from a draft model have rows of their own; this is untested"),
     Rule("speculative_config.parallel_drafting", (False,), "untested"),
     Rule("speculative_config.enable_adaptive_verification", (False,), "the GPU decides how many drafts a request has"),
     Rule("speculative_config.num_speculative_tokens_per_batch_size", (None,), "untested"),
     Rule(
         "speculative_config with scheduler_config.async_scheduling",
         (False,),
-        "positions are known on the GPU only, where drafts are rejected",
+        "positions are known only on the GPU, where drafts are rejected",
         lambda config: config.speculative_config is not None and bool(config.scheduler_config.async_scheduling),
     ),
     # State outside the batch

@@ -32,7 +32,7 @@ KNOWN = {
     "slow_write": "writing a group of captures takes a second longer",
     "plan": "planning a step raises",
     "skip_site": "in the next step with something to do, the last site that has it does not run on this rank",
-    "commit": "putting a step's plan where the forward reads it raises",
+    "commit": "putting a step's plan where the forward pass reads it raises",
     "settle": "reading which rows are not finite raises",
     "crash": "the process dies at a crash point: `schemas.faults`",
     "rpc": "faults may be switched while the engine runs",

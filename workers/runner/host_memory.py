@@ -56,4 +56,4 @@ def pages(size: int, *, locked: bool) -> torch.Tensor:
 
 
 def _none(size: int, kind: str, error: BaseException) -> HostMemoryError:
-    return HostMemoryError(f"no {size} bytes of {kind} for captured rows and plans: {error}")
+    return HostMemoryError(f"cannot allocate {size} bytes of {kind} for captured rows and plans: {error}")
