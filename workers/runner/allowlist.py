@@ -69,7 +69,7 @@ RULES = (
         _OURS,
     ),
     Rule("cache_config.kv_sharing_fast_prefill", (False,), "the upper layers compute only the last row of a prompt"),
-    Rule("lora_config", (None,), "adapters change a request's rows without changing its steering digest; this is untested"),
+    Rule("lora_config", (None,), "adapters change a request's rows without changing its steering digest, which is untested"),
     Rule("model_config.runner_type", ("generate",), "requests that do not generate have no end to report"),
     Rule("model_config.is_encoder_decoder", (False,), "it has two streams"),
     Rule("model_config.is_multimodal_model", (False,), "positions of images have no tokens"),
@@ -81,7 +81,7 @@ RULES = (
     Rule("diffusion_config", (None,), "a step computes rows of positions that are not final"),
     Rule("engram_config", (None,), "untested"),
     # Drafts
-    Rule("speculative_config.method", ("ngram",), "drafts from a draft model have rows of their own; this is untested"),
+    Rule("speculative_config.method", ("ngram",), "drafts from a draft model have rows of their own, which is untested"),
     Rule("speculative_config.parallel_drafting", (False,), "untested"),
     Rule("speculative_config.enable_adaptive_verification", (False,), "the GPU decides how many drafts a request has"),
     Rule("speculative_config.num_speculative_tokens_per_batch_size", (None,), "untested"),
@@ -101,15 +101,15 @@ RULES = (
     Rule("attention_config.hisparse_config", (None,), _STATE),
     Rule("attention_config.use_non_causal", (False,), "later positions change the rows of earlier ones"),
     Rule("weight_transfer_config", (None,), "the weights change under kept rows and cached prompts"),
-    Rule("offload_config.uva.cpu_offload_gb", (0,), "vLLM and Midstream would wrap the same modules; this is untested"),
-    Rule("offload_config.prefetch.offload_group_size", (0,), "vLLM and Midstream would wrap the same modules; this is untested"),
+    Rule("offload_config.uva.cpu_offload_gb", (0,), "vLLM and Midstream would wrap the same modules, which is untested"),
+    Rule("offload_config.prefetch.offload_group_size", (0,), "vLLM and Midstream would wrap the same modules, which is untested"),
     Rule("watermark_config", (None,), "untested"),
     Rule("aux_output_config.enabled", (False,), "untested"),
     # Compilation
     Rule(
         "compilation_config.mode",
         (CompilationMode.NONE, CompilationMode.DYNAMO_TRACE_ONCE, CompilationMode.VLLM_COMPILE),
-        "it compiles the model again as shapes change; this is untested",
+        "it compiles the model again as shapes change, which is untested",
     ),
     Rule(
         "compilation_config.cudagraph_mode",
