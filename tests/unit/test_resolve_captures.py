@@ -108,7 +108,9 @@ def test_only_a_single_tokens_rows_must_fit_the_workers_buffer() -> None:
     limits = {"step_tokens": 8, "capture_row_limit": 8}
     both = {"hooks": {"pre_attn": "all", "post_block": "all"}}
     assert captured({**both, "positions": "all_prompt"}, 60, **limits), "2 hooks × 4 layers"
-    with pytest.raises(MidstreamError, match=r"prompt 0 produces 8 rows in one engine step, for one token: .*capture_buffer_mib") as refused:
+    with pytest.raises(
+        MidstreamError, match=r"prompt 0 produces 8 rows in one engine step, for one token: .*capture_buffer_mib"
+    ) as refused:
         captured({**both, "positions": "all_prompt"}, 60, **limits | {"capture_row_limit": 7})
     assert (refused.value.field, "at most 7 rows" in str(refused.value.allowed)) == ("capture", True)
     assert captured(both, 60, speculative_tokens=3, **limits), "one position, so one row per site"
