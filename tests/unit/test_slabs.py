@@ -204,7 +204,7 @@ def test_memory_that_cannot_be_locked_is_an_error_that_says_so(monkeypatch: pyte
 
     monkeypatch.setattr(torch.cuda, "cudart", Cuda)
     pool = SlabPool(0, pinned=True)
-    with pytest.raises(HostMemoryError, match="no 16384 bytes of page-locked memory"):
+    with pytest.raises(HostMemoryError, match="cannot allocate 16384 bytes of page-locked memory"):
         pool.new_slab(1, 1, torch.uint8)
     assert pool.alive == 0
 
