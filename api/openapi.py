@@ -77,7 +77,7 @@ _CHALLENGE = {"WWW-Authenticate": {"schema": {"type": "string"}}}
 REFUSALS = {
     "401": {"description": "The key is missing or invalid", "headers": _CHALLENGE, "content": _PROBLEM},
     "403": {
-        "description": "The key lacks the scope that `detail` names; or the request comes from a page of another site (`cross_site`)",
+        "description": "The key lacks the scope that `detail` names; or the request comes from a page on another site (`cross_site`)",
         "headers": _CHALLENGE,
         "content": _PROBLEM,
     },

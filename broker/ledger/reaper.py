@@ -152,7 +152,7 @@ class Reaper:
             there = waiting.get(job_id, NOWHERE) >= attempt
             later = at + scripts.QUEUED_LOOK_S + SECONDS_PER_MESSAGE * read
             if await self._scripts.look_again(args=scripts.pack(self._settings, at, id=job_id, attempt=attempt, there=there, later=later)):
-                log.warning("job %s had no message in the queue: another was sent", job_id)
+                log.warning("job %s had no message in the queue: a new one was sent", job_id)
                 resent.append(job_id)
         return resent
 

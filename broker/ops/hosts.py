@@ -74,7 +74,7 @@ class Hosts:
         if self._open and method not in SAFE and not all(self._our_page(origin, host_of(hosts[0])) for origin in origins):
             raise MidstreamError(
                 "cross_site",
-                f"a page of {', '.join(origins)[:200]!r} is not allowed to send this request",
+                f"a page from {', '.join(origins)[:200]!r} is not allowed to send this request",
                 field="Origin",
                 allowed=self._allowed,
             )

@@ -31,7 +31,7 @@ KNOWN = {
     "write": "writing a capture raises OSError",
     "slow_write": "writing a group of captures takes a second longer",
     "plan": "planning a step raises",
-    "skip_site": "in the next step with something to do, the last site that has it does not run on this rank",
+    "skip_site": "in the next step in which a site has something to do, the last such site does not run on this rank",
     "commit": "putting a step's plan where the forward pass reads it raises",
     "settle": "reading which rows are not finite raises",
     "crash": "the process dies at a crash point: `schemas.faults`",
