@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
     except SettingsError as error:
         trouble = str(error)
     except redis.RedisError as error:
-        trouble = f"redis does not answer: {error}"
+        trouble = f"Redis does not answer: {error}"
     except msgspec.DecodeError as error:
         trouble = f"a worker's record is invalid: {error}"
     if trouble:

@@ -101,7 +101,9 @@ def _by_diff(clean: Tokens, corrupt: Tokens) -> Aligned:
         made.corrupt_alone |= dict.fromkeys(range(other, end), why)
         made.notes.append(f"{why}; left out: {_places(range(first, last), range(other, end))}")
     if more := len(made.notes[SHOWN_BLOCKS:]):
-        made.notes[SHOWN_BLOCKS:] = [f"and {more} more blocks differ: these prompts have little in common"]
+        made.notes[SHOWN_BLOCKS:] = [
+            f"and {more} more {'block differs' if more == 1 else 'blocks differ'}: these prompts have little in common"
+        ]
     return made
 
 

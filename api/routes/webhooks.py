@@ -94,7 +94,7 @@ async def list_disabled(request: JsonRequest, tenant: Whose = None) -> DisabledL
     "/v1/webhooks/disabled",
     status_code=204,
     summary="Re-enable a receiver",
-    description="Deliveries disabled meanwhile are not sent unless redelivered.",
+    description="Deliveries disabled in the meantime are not sent unless you redeliver them.",
     responses=ERRORS,
 )
 async def enable(

@@ -32,8 +32,8 @@ def named(settings: Settings) -> frozenset[str]:
     for name in names:
         if not _is_address(name) and host_of(name) != name.lower():
             raise SettingsError(
-                f"MIDSTREAM_ALLOWED_HOSTS: {name!r} is neither a host name nor an address; give them without scheme and port, such "
-                "as midstream.example,10.0.0.7"
+                f"MIDSTREAM_ALLOWED_HOSTS: {name!r} is neither a host name nor an address; "
+                "give names and addresses without a scheme or port, such as midstream.example,10.0.0.7"
             )
     return frozenset(name.lower() for name in names)
 

@@ -48,7 +48,7 @@ COMPLAIN_EVERY_S = 30.0
 _UNHEARD: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know this worker's public CURVE key {public} (curve_clients_dir of the relay)",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side has CURVE keys and the other has none, or no relay listens there{keyless}",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it closed the connection in the handshake: curve_server_key may not be this relay's public key",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it closed the connection during the handshake: curve_server_key may not be its public key",
 }
 #: Added to the message where this side has no keys.
 _KEYLESS = (
@@ -304,7 +304,7 @@ class Sender(threading.Thread):
         if self._acked == self._sent:
             first = self._sent + 1
             jobs = self._store.jobs_of(first, last)
-            self._tell(socket, LostRange(first, last, jobs, f"receipts {first} to {last} are missing in {self._store.path}"))
+            self._tell(socket, LostRange(first, last, jobs, f"receipts {first} to {last} are missing from {self._store.path}"))
 
     def _tell(self, socket: "zmq.Socket[bytes]", lost: LostRange) -> None:
         if self._send(socket, Kind.LOST, lost.last, to_msgpack(lost)):

@@ -127,7 +127,7 @@ def webhooks_enable(
     tenant: Tenant = None,
     url: Url = None,
 ) -> None:
-    """Re-enable a receiver that answered 410. Use `redeliver` for webhooks disabled meanwhile."""
+    """Re-enable a receiver that answered 410. Use `redeliver` for webhooks disabled in the meantime."""
     with connect(url) as client:
         client.enable_webhooks(receiver, tenant=tenant)
     out.print(f"{receiver} is enabled", markup=False)

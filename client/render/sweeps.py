@@ -86,7 +86,7 @@ def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
     if merged > 1:
         yield Text(f"one column is {merged} layers: the one with the strongest effect is shown", style="dim")
     if len(shown) < len(names):
-        yield Text(f"the {len(shown)} rows with the strongest effects of {len(names)}", style="dim")
+        yield Text(f"the {len(shown)} of {len(names)} rows with the strongest effects", style="dim")
 
 
 def _strongest_columns(grid: Grid) -> list[int]:

@@ -62,7 +62,7 @@ def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
             "warn",
             "redis",
             "Redis URL not configured, and no `midstream up` is running on the data directory",
-            "set MIDSTREAM_REDIS_URL, or MIDSTREAM_DATA_DIR of `midstream up`",
+            "set MIDSTREAM_REDIS_URL, or set MIDSTREAM_DATA_DIR to the data directory of a running `midstream up`",
         )
     headers = wire.headers(settings.api_key)
     yield from _api(url, headers)
@@ -290,7 +290,7 @@ def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
         if ahead > SKEW_WARN_S or ahead < -(settings.lease_s + SKEW_WARN_S):
             yield _clock(f"{about} clock", ahead)
         if stats.last_desync_at is not None and status.at - stats.last_desync_at < DESYNC_WARN_S:
-            said = f"its ranks disagreed {stats.desyncs} times, most recently {(status.at - stats.last_desync_at) / 60:.0f} min ago"
+            said = f"its ranks have disagreed (count: {stats.desyncs}), most recently {(status.at - stats.last_desync_at) / 60:.0f} min ago"
             yield Finding(
                 "warn", about, f"{said}: {stats.last_desync}", "the affected jobs were retried; if it recurs, suspect the hardware"
             )
@@ -317,7 +317,7 @@ def _disk(data: Path) -> Iterator[Finding]:
     try:
         took = _fsyncs(data)
     except OSError as error:
-        yield Finding("fail", "disk", f"{data} cannot be written: {error}", "make it writable for the worker's user")
+        yield Finding("fail", "disk", f"{data} cannot be written: {error}", "make it writable by the worker's user")
         return
     middle = statistics.median(took)
     level = "fail" if middle > FSYNC_FAIL_MS else "warn" if middle > FSYNC_WARN_MS else "ok"

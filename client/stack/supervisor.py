@@ -147,7 +147,9 @@ class Supervisor:
             self._take_folder()
             self.settings = with_secrets(prepare(self.settings, self.data, self._say), self.data, self._say)
             logs = private_folder(self.data / "logs")
-            self._say(f"midstream {__version__} starting with {self.settings.served_model}; a model takes a minute or so (logs: {logs})")
+            self._say(
+                f"midstream {__version__} starting with {self.settings.served_model}; loading a model takes about a minute (logs: {logs})"
+            )
             if self._own_redis:
                 self._start_redis(self._while_starting)
             self._children = {child.name: child for child in self._make_children()}
@@ -161,7 +163,7 @@ class Supervisor:
             raise
         for line in self._children["worker"].output().splitlines():
             if line.startswith(WORKER_CAVEAT):
-                self._say(f"caveat of {self.settings.served_model}: {line.removeprefix(WORKER_CAVEAT)}")
+                self._say(f"caveat for {self.settings.served_model}: {line.removeprefix(WORKER_CAVEAT)}")
         self._say(self.ready_line())
 
     def _say_how_to_make_a_key(self) -> None:

@@ -145,7 +145,7 @@ def test_a_sender_with_missing_or_wrong_curve_keys_logs_why(
     ):
         plain.append(receipt(job, 0))
         wrong.append(receipt(job, 1))
-        wait_until(lambda: "curve_server_key may not be this relay's public key" in caplog.text)
+        wait_until(lambda: "curve_server_key may not be its public key" in caplog.text)
         wait_until(lambda: "one side has CURVE keys and the other has none" in caplog.text)
         assert "This worker has no key: set MIDSTREAM_CURVE_DIR" in caplog.text
         assert (plain.depth(), wrong.depth()) == (1, 1)

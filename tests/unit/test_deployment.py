@@ -93,7 +93,7 @@ def test_a_container_without_redis_is_unhealthy(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("MIDSTREAM_REDIS_URL", "redis://127.0.0.1:1/0")
     for name in ("relay", "worker", "callbacks"):
         assert health.main([name]) == 1
-        assert "redis does not answer" in capsys.readouterr().out
+        assert "Redis does not answer" in capsys.readouterr().out
     assert health.main(["nothing"]) == 2
 
 

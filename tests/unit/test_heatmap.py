@@ -154,7 +154,7 @@ def test_of_very_many_tokens_the_rows_with_the_strongest_effects_are_shown() -> 
     names = [f"t{number}" for number in range(many)]
     grids = {hook: [[0.9 if column == 77 else 0.0 for column in range(many)] for _ in LAYERS] for hook in ("pre_attn", "mlp_out")}
     text = printed(result(pair(labels=names, positions=[], grids=grids), skipped=[]))
-    assert "the 48 rows with the strongest effects of 100" in text
+    assert "the 48 of 100 rows with the strongest effects" in text
     assert any(line.startswith("t77") for line in text.splitlines())
 
 
