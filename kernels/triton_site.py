@@ -307,7 +307,7 @@ def _sites(  # type: ignore[no-untyped-def]
     active = tl.load(plan + _SITE)
     if DEPENDENT:
         # The launch may have begun while the one before it runs. What came before that is over: the plan is there, the stream is not.
-        # Also where there is nothing to do: whoever follows takes the end of this launch for the end of all before it.
+        # Also where there is nothing to do: the next launch takes the end of this one for the end of all before it.
         tl.extra.cuda.gdc_wait()
     limit = tl.where(active != 0, tokens, 0)
     lanes = tl.arange(0, BLOCK)

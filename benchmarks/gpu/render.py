@@ -41,7 +41,7 @@ def _rate(name: str, what: str, rows: int) -> Figure:
 
 
 _SERVING = {
-    "idle": _added("hooks that nobody uses, 64 requests decode", "idle", 0.5),
+    "idle": _added("unused hooks, 64 requests decode", "idle", 0.5),
     "one_layer": _added("one layer captured at all positions", "one_layer", 1),
     "steer_64": _added("64 distinct steering configurations at every layer", "steer_64", 3),
     "both": _added("the same, with every layer captured at all positions", "both", 5),

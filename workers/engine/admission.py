@@ -196,7 +196,7 @@ class CaptureBudget(_Gate[int]):
         self._shut = False
 
     def shut(self, shut: bool) -> None:
-        """Admit nobody until this is called with false: the ranks' writers are behind."""
+        """Admit no request until this is called with false: the ranks' writers are behind."""
         self._shut = shut
         self._wake()
 

@@ -58,7 +58,7 @@ class Due:
                     yield found
 
     def _planned_at(self, site: int, column: int) -> list[str]:
-        """Those whose rows were to be edited or captured there; where nobody's were, all of the step that are edited or captured."""
+        """Those whose rows were to be edited or captured there; where no request's were, all of the step that are edited or captured."""
         if column == EDITED:
             members, place = self.edits, site
         else:

@@ -1,7 +1,8 @@
 """Contents of configuration rows, laid out before a request needs them: by a thread of their own, and kept while there is room.
 
 Laying out 80 layers' vectors takes milliseconds, which the model thread does not have between two steps. What is prepared is what
-`RowTable.content` would give then, bit for bit, so ranks agree whoever prepared it. Rows of source runs are not kept: each is used once.
+`RowTable.content` would give then, bit for bit, so ranks agree whichever thread prepared it. Rows of source runs are not kept: each is
+used once.
 """
 
 import logging

@@ -57,7 +57,7 @@ class RingBudget:
         self._captured: dict[str, tuple[CapturedRows, StageRows]] = {}  # and what it may need at least
         self._due: dict[str, int] = {}  # requests of this step that capture → tokens computed; -1: it waits
         self._reserved: dict[str, StageRows] = {}  # for the next tokens of those
-        self._left: StageRows | None = None  # of this step, neither given nor reserved; None: nobody asked yet
+        self._left: StageRows | None = None  # of this step, neither given nor reserved; None: not asked for yet
 
     def join(self, request_id: str, captures: Sequence[StoredCapture], prompt_tokens: int, max_tokens: int) -> None:
         """A request that captures; until `leave`."""

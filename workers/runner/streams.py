@@ -59,7 +59,7 @@ class Stream:
         self._queue.append(runs)
 
     def drop(self) -> None:
-        """The capture has failed: nothing more is written. Waits for nobody."""
+        """The capture has failed: nothing more is written. Does not wait."""
         self._dropped = True
         self._queue.clear()
 
