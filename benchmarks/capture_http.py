@@ -3,16 +3,15 @@
     python benchmarks/capture_http.py [--rounds 5] [--max-tokens 1 16] [--concurrency 64] [--hooks post_block] [--layers all] [--compiled]
 
 `--hooks`: names separated by commas, `all`, or `none` (the same requests without a capture, and not held); several sets, such as
-`--hooks none post_block all`, are measured in turns. Every engine process has a speed of its own here (± 15 %): the ratio to `none`, which
-the same engine served, says what the capture costs; the ratio to stock says it of two processes.
-
-Beside it, in the same run and in turns: a stock vLLM engine called directly (no HTTP, no queue) with the same prompts and no
-capture. An untimed round first checks every file's CRC32 at the moment its response arrives.
+`--hooks none post_block all`, are measured in turns. The ratio to `none`, which the same engine served, says what the capture costs.
+After each round with captures, `dd` writes as many bytes to the same disk durably: where the capture's own rate is near that, the disk
+is the limit. An untimed round first checks every file's CRC32 at the moment its response arrives.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from engines import DEMO_MODEL, EngineProcess, bench_prompts, settings_for, tokenised
+from engines import DEMO_MODEL, bench_prompts, tokenised
+from large_captures import plain_write, timed
 
 from midstream.client.stack.supervisor import Supervisor, prepare
 from midstream.schemas.selectors import HOOKS
@@ -76,7 +76,6 @@ def main() -> None:
         common = {"enforce_eager": not options.compiled, "enable_prefix_caching": False, "max_model_len": 2048}
         if options.compiled:
             common["capture_buffer_mib"] = 1024  # all six hooks of a full step
-        stock = EngineProcess("stock", settings_for(Path(folder) / "stock", DEMO_MODEL, **common))
         data = Path(folder) / "stack"
         wanted = Settings(model=str(DEMO_MODEL), data_dir=str(data), api_port=0, flower_port=0, **common)
         settings = prepare(wanted, data, print)
@@ -84,6 +83,7 @@ def main() -> None:
         with Supervisor(settings, say=lambda line: None) as stack:
 
             def captured(hooks: dict[str, str], max_tokens: int, *, check: bool) -> tuple[float, list[dict[str, Any]]]:
+                os.sync()  # what the round before left to the disk
                 run = captured_round(
                     stack.url, settings.served_model, prompts, hooks, max_tokens, options.concurrency, settings.capture_root, check
                 )
@@ -93,37 +93,31 @@ def main() -> None:
 
             for max_tokens in options.max_tokens:
                 checked = {name: captured(hooks, max_tokens, check=True)[1] for name, hooks in sets.items()}
-                stock.run(prompts, max_tokens, options.concurrency)
-                plain: list[float] = []
                 seconds: dict[str, list[float]] = {name: [] for name in sets}
+                disk: dict[str, list[float]] = {name: [0.0] for name in sets}
                 for _ in range(options.rounds):
-                    plain.append(stock.run(prompts, max_tokens, options.concurrency)["seconds"])
                     for name, hooks in sets.items():
                         took, results = captured(hooks, max_tokens, check=False)
                         assert all(result["status"] == ("ok" if hooks else "not_requested") for result in results)
                         seconds[name].append(took)
-                        print(
-                            f"  max_tokens {max_tokens}: plain {plain[-1]:.2f} s, {name} {took:.2f} s, {took / plain[-1]:.3f}",
-                            flush=True,
-                        )
+                        print(f"  max_tokens {max_tokens}: {name} {took:.2f} s", flush=True)
+                        if size := sum(result["bytes"] for result in results):
+                            disk[name].append(timed(lambda size=size: plain_write(settings.capture_root, size))[0])  # type: ignore[misc]
                 report += [
                     {
                         "hooks": name,
                         "max_tokens": max_tokens,
                         "ok": f"{sum(result['status'] == 'ok' for result in checked[name])}/{len(prompts)}",
-                        "plain_s": round(statistics.median(plain), 3),
-                        "captured_s": round(statistics.median(took), 3),
-                        "ratio": round(statistics.median(c / p for c, p in zip(took, plain, strict=True)), 3),
-                        "ratio_of_best": round(min(took) / min(plain), 3),
+                        "seconds": round(statistics.median(took), 3),
                         "to_none": round(statistics.median(c / n for c, n in zip(took, seconds["none"], strict=True)), 3)
                         if "none" in seconds
                         else None,
+                        "dd_s": round(statistics.median(disk[name][1:] or disk[name]), 3),
                         "mib": round(sum(result["bytes"] for result in checked[name]) / (1 << 20)),
                         "rows": sum(result["rows"] for result in checked[name]),
                     }
                     for name, took in seconds.items()
                 ]
-        stock.close()
     print(f"{len(prompts)} prompts, {tokens} tokens, layers {options.layers}, concurrency {options.concurrency}")
     for line in report:
         print("  ".join(f"{name} {value}" for name, value in line.items()))

@@ -53,6 +53,13 @@ def timed(action: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
+def plain_write(folder: Path, size: int) -> None:
+    """Write so many bytes durably with `dd`, for the disk's own rate, and remove them."""
+    file = folder / "dd"
+    subprocess.run(["dd", "if=/dev/zero", f"of={file}", "bs=1M", f"count={size >> 20}", "conv=fsync", "status=none"], check=True)
+    file.unlink()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mib", type=int, default=40, help="approximate size of one capture")
@@ -71,9 +78,7 @@ def main() -> None:
         for kind, results in found.items():
             with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
                 if kind == "dd":
-                    blocks = all_bytes >> 20
-                    command = ["dd", "if=/dev/zero", f"of={scratch}/dd", "bs=1M", f"count={blocks}", "conv=fsync", "status=none"]
-                    results.append(timed(lambda command=command: subprocess.run(command, check=True)))  # type: ignore[misc]
+                    results.append(timed(lambda scratch=scratch: plain_write(Path(scratch), all_bytes)))  # type: ignore[misc]
                     continue
                 file_store.LEAST = least if kind == "direct" else 1 << 62
                 store = StoreConfig(open_store(scratch), "bench.boot.0")

@@ -1,11 +1,11 @@
 """Capture blobs in a store: made of buffers, published as objects of their own or appended to a segment, found by their index lines."""
 
 import re
-import zlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
+from zlib_ng import zlib_ng
 
 from ..schemas.blobs import DTYPE_NAMES, DamagedBlob, encode_header
 from ..schemas.captures import BlobEntry, Manifest, index_of
@@ -47,7 +47,7 @@ def make_blob(manifest: Manifest, tensors: Sequence[tuple[str, str, Sequence[int
     everything = [memoryview(encode_header(described, manifest)), *body]
     crc = 0
     for buffer in everything:
-        crc = zlib.crc32(buffer, crc)
+        crc = zlib_ng.crc32(buffer, crc)
     return Blob(manifest, everything, sum(map(len, everything)), crc)
 
 

@@ -3,11 +3,11 @@
 Blobs are opened before the answer begins, so that a deletion meanwhile cannot cut it short: see `storage.store`.
 """
 
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
+from zlib_ng import zlib_ng
 
 from ...broker.artifacts.headers import Place, explained, header_of, must_be_there
 from ...schemas.blobs import DamagedBlob, Header, TensorPlace, encode_header
@@ -31,7 +31,7 @@ class OpenBlob:
         found = 0
         try:
             for chunk in self.read(0, self.place.bytes):
-                found = zlib.crc32(chunk, found)
+                found = zlib_ng.crc32(chunk, found)
         except EOFError as error:
             raise DamagedBlob(str(error)) from error
         if found != crc32:

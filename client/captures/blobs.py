@@ -4,13 +4,13 @@ What is opened stays readable, whatever becomes of its key. Blobs of deleted job
 somebody holds the segment. Deleting begins with a mark; looking for it *after* everything was opened shows whether everything was.
 """
 
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from zlib_ng import zlib_ng
 
 from ...schemas.blobs import DamagedBlob, DeletedBlob, Header, read_header
 from ...schemas.captures import SEGMENT_SUFFIX, SEGMENTS, index_of
@@ -109,7 +109,7 @@ class Blob:
         return len(self._data)
 
     def crc32(self) -> int:
-        return zlib.crc32(self._data)
+        return zlib_ng.crc32(self._data)
 
     def promised(self) -> tuple[int, int] | None:
         """(bytes, CRC32) recorded when the blob was written; None if unknown."""

@@ -5,9 +5,10 @@ import json
 import re
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
+
+from zlib_ng import zlib_ng
 
 from ...schemas.captures import path_fault
 from ...schemas.errors import MidstreamError
@@ -79,7 +80,7 @@ def save(folder: Path, job_id: str, file: ManifestFile, chunks: Iterable[bytes])
     with partial.open("wb") as handle:
         for chunk in chunks:
             handle.write(chunk)
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+            size, crc = size + len(chunk), zlib_ng.crc32(chunk, crc)
     if (size, crc) != (file.bytes, file.crc32):
         partial.unlink()
         wanted = f"{file.bytes} bytes with CRC32 {file.crc32:08x}"

@@ -52,22 +52,24 @@ def test_on_a_gpu_vllm_chooses_runner_blocks_cache_and_overlap(monkeypatch: pyte
     assert not {"block_size", "kv_cache_memory_bytes", "attention_config", "async_scheduling"} & set(found)
 
 
-@pytest.mark.parametrize(("kind", "cores", "given", "reserved"), [
-    ("cpu", 1, None, "0"), ("cpu", 2, None, "0"), ("cpu", 2, "1", "1"), ("cpu", 3, None, None), ("cuda", 2, None, None),
+@pytest.mark.parametrize(("kind", "cores", "ranks", "given", "reserved", "bound"), [
+    ("cpu", 1, 1, None, "0", "nobind"), ("cpu", 2, 1, None, "0", "nobind"), ("cpu", 2, 2, None, "0", None), ("cpu", 2, 1, "1", "1", "1"),
+    ("cpu", 3, 1, None, None, None), ("cuda", 2, 1, None, None, None),
 ])  # fmt: skip
 def test_a_small_machine_gives_the_model_all_cores(
-    monkeypatch: pytest.MonkeyPatch, kind: str, cores: int, given: str | None, reserved: str | None
+    monkeypatch: pytest.MonkeyPatch, kind: str, cores: int, ranks: int, given: str | None, reserved: str | None, bound: str | None
 ) -> None:
     from midstream.workers.engine import vllm_options
 
-    name = "VLLM_CPU_NUM_OF_RESERVED_CPU"
-    monkeypatch.setenv(name, given or "")  # so that it is put back
-    if given is None:
-        monkeypatch.delenv(name)
+    names = ("VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND")
+    for name in names:
+        monkeypatch.setenv(name, given or "")  # so that it is put back
+        if given is None:
+            monkeypatch.delenv(name)
     monkeypatch.setattr(vllm_options, "current_platform", Platform(kind))
     monkeypatch.setattr(vllm_options.os, "sched_getaffinity", lambda _: set(range(cores)))
-    vllm_options.use_all_cores()
-    assert os.environ.get(name) == reserved
+    vllm_options.use_all_cores(ranks)
+    assert [os.environ.get(name) for name in names] == [reserved, bound]
 
 
 def test_on_the_cpu_the_runner_is_v1_and_the_cache_as_set(monkeypatch: pytest.MonkeyPatch) -> None:

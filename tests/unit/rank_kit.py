@@ -94,7 +94,7 @@ class Rank:
         self.table = RowTable(self.sites, self.buffers, self.vectors, self.runs)
         self.slabs = SlabPool(1 << 24, spill_dir)
         self.backlog = 0  # bytes that the writers are behind, of 100 that they may be
-        self.mover = Mover(torch.device("cpu"))
+        self.mover = Mover()
         overload = Overload(policy, 100, lambda: self.backlog)
         self.planner = Planner(self.sites, self.buffers, self.table, self.slabs, overload, self.mover, traced=traced)
         self.ports = Ports(self.sites)

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from rank_kit import Rank, Request, rows_of, wanted_rows
 
 from midstream.schemas.specs import RankSpec, StoredCapture
@@ -119,7 +118,7 @@ def test_ports_are_made_once_per_request_and_decode_steps_cost_no_work(monkeypat
 def test_captures_served_by_kept_rows_equal_computed_ones(seed: int) -> None:
     """Random captures of one prompt, one after the other, each cached as far as the index promises."""  # field case 14
     rng = np.random.default_rng(seed)
-    rank, store = Rank(), RowStore(Mover(torch.device("cpu")))
+    rank, store = Rank(), RowStore(Mover())
     index = RowIndex(40 * rank.buffers.ring.shape[1] * 4, rank.buffers.ring.shape[1] * 4, BLOCK)
     reused = 0
     for turn in range(30):
@@ -156,4 +155,4 @@ def test_evicted_rows_are_a_typed_error() -> None:
     rank = Rank()
     request = rank.admit(Request(0, 6, 8, [capture()]))
     with pytest.raises(LookupError, match="positions 0 to 3, served by the prefix cache, are no longer stored"):
-        RowStore(Mover(torch.device("cpu"))).serve(7, request.tracked.recordings[0], 0, 4)
+        RowStore(Mover()).serve(7, request.tracked.recordings[0], 0, 4)

@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from midstream.schemas.specs import StoredCapture
 from midstream.workers.runner.host_memory import HostMemoryError
 from midstream.workers.runner.mover import Mover
 from midstream.workers.runner.overload import Overload
+from midstream.workers.runner.process import begin_helper, threads_elsewhere
 from midstream.workers.runner.slabs import SlabPool
 
 ROW_BYTES = HIDDEN * 4
@@ -212,9 +214,41 @@ def test_memory_that_cannot_be_locked_is_an_error_that_says_so(monkeypatch: pyte
 def test_helper_threads_use_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((threading.current_thread().name, device)))
-    Mover(torch.device("cuda", 3)).close()
-    Mover(torch.device("cpu")).close()
+    Mover(partial(begin_helper, torch.device("cuda", 3), 2)).close()
+    Mover(partial(begin_helper, torch.device("cpu"), 1024)).close()
     assert told == [("midstream-mover", torch.device("cuda", 3))]
+
+
+@pytest.mark.parametrize(("spare", "nice"), [(-1, 10), (0, 10), (1, 0)])
+def test_helper_threads_give_way_where_the_model_uses_all_cores(spare: int, nice: int) -> None:
+    begin = partial(begin_helper, torch.device("cpu"), torch.get_num_threads() + spare)
+    mover = Mover(begin)
+    assert mover.submit(lambda: os.getpriority(os.PRIO_PROCESS, 0)).result(10) == os.getpriority(os.PRIO_PROCESS, 0) + nice
+    mover.close()
+
+
+def test_helper_threads_stay_off_the_cores_that_model_threads_are_bound_to() -> None:
+    cores, before = os.sched_getaffinity(0), os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    first = min(cores)
+    ready, done = threading.Event(), threading.Event()
+
+    def of_the_model() -> None:
+        os.sched_setaffinity(0, {first})
+        ready.set()
+        done.wait(30)
+
+    thread = threading.Thread(target=of_the_model)
+    thread.start()
+    assert ready.wait(30)
+    with threads_elsewhere(cores):
+        mover = Mover()
+    done.set()
+    thread.join()
+    assert mover.submit(lambda: os.sched_getaffinity(0)).result(10) == cores - {first}
+    assert os.sched_getaffinity(0) == before
+    mover.close()
 
 
 def test_unused_memory_beyond_the_limit_is_given_back() -> None:
@@ -255,7 +289,7 @@ def test_a_long_capture_beside_wide_ones_can_be_moved_to_memory_of_its_own() -> 
     gc.collect()
     rank.slabs.collect()
     pinned = rank.slabs.alive
-    mover, recording = Mover(torch.device("cpu")), long.tracked.recordings[0]
+    mover, recording = Mover(), long.tracked.recordings[0]
     recording.compact(mover)
     rank.step((long, 39, 1))  # recorded while the others are being copied
     mover.close()

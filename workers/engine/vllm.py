@@ -68,7 +68,7 @@ class VllmEngine(RankControl):
     async def start(self) -> None:
         settings = self._settings
         prepare_environment(settings)
-        use_all_cores()
+        use_all_cores(settings.tensor_parallel_size * settings.pipeline_parallel_size)
         plane = PlaneConfig(
             version=__version__,
             worker=settings.worker_id,

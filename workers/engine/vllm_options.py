@@ -53,13 +53,16 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     return options
 
 
-def use_all_cores() -> None:
+def use_all_cores(ranks: int) -> None:
     """On one or two cores, give the model's threads also the one that vLLM reserves for a scheduler that spins.
 
-    Ours sleeps (`runner/naps.py`). On more cores the one that is left for all other processes costs less than their interruptions.
+    Ours sleeps (`runner/naps.py`). On more cores the one that is left for all other processes costs less than their interruptions. And the
+    threads of a single rank are bound to no core: one that waits for a core takes the other when that is free.
     """
     if current_platform.is_cpu() and len(os.sched_getaffinity(0)) <= FEW_CORES:
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+        if ranks == 1:
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def for_platform(settings: Settings) -> Settings:

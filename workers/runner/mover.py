@@ -7,26 +7,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-import torch
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-def use_device(device: torch.device) -> None:
-    """Have the calling thread talk to the rank's device: a new one would open a context on the first."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
 class Mover:
     """Runs what it is given, in order."""
 
-    def __init__(self, device: torch.device) -> None:
-        """`device`: the rank's."""
+    def __init__(self, begin: Callable[[], None] = lambda: None) -> None:
+        """`begin`: called first in the thread."""
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(device,), name="midstream-mover", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(begin,), name="midstream-mover", daemon=True)
         self._thread.start()
 
     def submit(self, action: Callable[[], T]) -> "Future[T]":
@@ -49,8 +41,8 @@ class Mover:
         self._queue.put(None)
         self._thread.join()
 
-    def _run(self, device: torch.device) -> None:
-        use_device(device)
+    def _run(self, begin: Callable[[], None]) -> None:
+        begin()
         while (run := self._queue.get()) is not None:
             run()
             del run  # what it refers to is not kept until the next

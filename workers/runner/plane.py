@@ -35,10 +35,11 @@ from .finite_check import FiniteCheck, NonFinite, precedes_edits, reason
 from .grading import Grading
 from .host_memory import HostMemoryError
 from .model_state import RankState
-from .mover import Mover, use_device
+from .mover import Mover
 from .overload import Overload
 from .planner import Planner, Tracked
 from .prepared_rows import rows_of
+from .process import begin_helper
 from .reentry import Reentry, ReentryGate
 from .reports import Reports
 from .row_index import Keeping, KeptBlock
@@ -96,7 +97,8 @@ class DataPlane:
         self._slabs_floor = queue_bytes
         curve = client_keys(config.curve_secret_file, config.curve_server_key)
         self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up, curve=curve)
-        self._writer = make_writer(config, place.rank, self._outbox, self.faults.of_write, partial(use_device, buffers.ring.device))
+        begin = partial(begin_helper, buffers.ring.device, len(config.cores))
+        self._writer = make_writer(config, place.rank, self._outbox, self.faults.of_write, begin)
         self._reports = Reports(
             config, place, self._writer, self.actions, hidden_size=self._hidden_size, dtype=self._dtype, num_layers=num_layers
         )
@@ -110,7 +112,7 @@ class DataPlane:
         )
         self.block_size = sys.maxsize if config.row_store_mib else 1  # of blocks whose rows are kept; set once it is known
         self._overload = Overload(config.capture_overload, queue_bytes, lambda: self._writer.backlog)
-        self._mover = Mover(buffers.ring.device)
+        self._mover = Mover(begin)
         self._planner = Planner(sites, buffers, self._table, self._slabs, self._overload, self._mover, traced=traced)
         self._row_store, self._keeping = RowStore(self._mover), cast("Keeping | None", None)
         self._grading = Grading()

@@ -8,10 +8,15 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+import torch
 
 _PR_SET_PDEATHSIG = 1
+#: Of helper threads, from 0 to 19: an eighth of what a thread of the model gets, if they compete.
+_NICE = 10
 
 
 def die_with_parent() -> None:
@@ -28,14 +33,35 @@ def die_with_parent() -> None:
 
 @contextmanager
 def threads_elsewhere(cores: set[int]) -> Iterator[None]:
-    """Threads started in this block run on `cores`, less those that the calling thread is bound to if any others are left.
+    """Threads started in this block run on `cores`, less those that a thread of the process is bound to if any others are left.
 
-    On CPUs vLLM binds a rank's threads to cores, and new threads inherit the binding of the one that starts them: writing
+    On CPUs vLLM binds each of a rank's threads to a core, and new threads inherit the binding of the one that starts them: writing
     files would take time from the forward pass while other cores idle.
     """
     bound = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, (cores - bound) or cores)
+    os.sched_setaffinity(0, (cores - _taken()) or cores)
     try:
         yield
     finally:
         os.sched_setaffinity(0, bound)
+
+
+def begin_helper(device: torch.device, cores: int) -> None:
+    """To be called first in a helper thread of a rank. `device`: the rank's; `cores`: how many all processes may use.
+
+    A new thread would open a context on the first accelerator. And where the model's threads use all cores, helpers give way: a thread of
+    the model that is interrupted makes the others wait for it.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif device.type == "cpu" and torch.get_num_threads() >= cores:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def _taken() -> set[int]:
+    """The cores that one of this process's threads is bound to alone."""
+    found = set()
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            found |= own if len(own := os.sched_getaffinity(int(thread))) == 1 else set()
+    return found
