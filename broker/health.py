@@ -78,9 +78,9 @@ def _answers(url: str) -> str:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S):
             return ""
     except urllib.error.HTTPError as error:
-        return f"{url} answers {error.code}: {error.read(500).decode(errors='replace')}"
+        return f"{url} responds with {error.code}: {error.read(500).decode(errors='replace')}"
     except OSError as error:
-        return f"{url} does not answer: {error}"
+        return f"{url} does not respond: {error}"
 
 
 def _redis(settings: Settings) -> "redis.Redis":

@@ -233,7 +233,7 @@ def resolve_positions(asked: RequestedPositions, prompt_tokens: int, find: SpanF
                 positions.update(_span(item, find, f"[{index}]"))
             continue
         if not -prompt_tokens <= item < prompt_tokens:
-            detail = f"position {item} is out of range: the prompt has {prompt_tokens} tokens (0 to {prompt_tokens - 1})"
+            detail = f"position {item} is out of range: the prompt has positions 0 to {prompt_tokens - 1}"
             raise SelectorError(detail, f"[{index}]")
         positions.add(item if item >= 0 else item + prompt_tokens)  # numbers are shared by all prompts
     positions.update(joined(ranges))
@@ -244,11 +244,11 @@ def _window(span: Span, prompt_tokens: int, at: str) -> Window:
     """A range with its negative places counted from the prompt's end. Raises SelectorError."""
     for name, place in (("start", span.start), ("stop", span.stop)):
         if place is not None and place < -prompt_tokens:
-            raise SelectorError(f"position {place} is out of range: the prompt has {prompt_tokens} tokens", f"{at}.{name}")
+            raise SelectorError(f"position {place} is out of range: the prompt has positions 0 to {prompt_tokens - 1}", f"{at}.{name}")
     start = _counted(span.start or 0, prompt_tokens)
     stop = None if span.stop is None else _counted(span.stop, prompt_tokens)
     if stop is not None and start >= stop:
-        raise SelectorError(f"the range from {start} up to {stop} is empty in a prompt of {prompt_tokens} tokens", at)
+        raise SelectorError(f"the range from {start} up to {stop} is empty in a prompt of length {prompt_tokens}", at)
     return Window(start=start, stop=stop)
 
 
@@ -261,7 +261,7 @@ def _inside(window: Window, prompt_tokens: int, at: str) -> range:
     if window.stop is None:
         raise SelectorError("a range in a list needs a `stop`; only a single range may be open-ended", at)
     if window.stop > prompt_tokens:
-        detail = f"the range stops at {window.stop}, but the prompt has {prompt_tokens} tokens; only a single range may extend beyond it"
+        detail = f"the range stops at {window.stop}, but the prompt has length {prompt_tokens}; only a single range may extend beyond it"
         raise SelectorError(detail, f"{at}.stop")
     return range(window.start, window.stop)
 
@@ -342,4 +342,4 @@ def as_ranges(numbers: Iterable[int], most: int | None = None) -> str:
             ranges.append([number, number])
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:most]]
     left = len(ranges) - len(shown)
-    return ", ".join([*shown, f"and {left} more ranges"] if left else shown)
+    return ", ".join([*shown, f"and {left} more range{'s' if left > 1 else ''}"] if left else shown)

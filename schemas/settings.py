@@ -81,8 +81,8 @@ class Settings(Record):
     vector_cache_mib: Count = 256  # vectors cached on the ranks, in addition to named modules and global steering
     on_desync: Literal["retry", "fail"] = "retry"  # jobs whose ranks disagreed: retried in a new attempt, or failed immediately
     desync_log_s: Positive = 60.0  # minimum interval between ERROR log lines on rank disagreements
-    steering_poll_s: Positive = 0.25  # how often a worker looks for changes of global steering and named modules
-    steering_wait_s: Positive = 20.0  # timeout of each of the two phases of a change of global steering; a lost worker counts for `lease_s`
+    steering_poll_s: Positive = 0.25  # how often a worker looks for changes to global steering and named modules
+    steering_wait_s: Positive = 20.0  # timeout of each of the two phases of a change to global steering; a lost worker counts for `lease_s`
     capture_buffer_mib: Natural = 0  # compiled and on accelerators: rows captured in one step; 0: by the model's shape, see `schemas.ring`
     capture_queue_mib: Natural = 0  # captured rows waiting for the writers, per rank; 0: by the model's shape, see `schemas.ring`
     capture_overload: Literal["block", "spill", "drop"] = "block"  # if that queue is full: steps wait, rows go to disk, or rows are dropped

@@ -11,7 +11,7 @@ class State(StrEnum):
     SUCCEEDED = "succeeded"  # outputs stored, every capture durable, every rank agrees
     FAILED = "failed"  # `error` says why
     CANCELLED = "cancelled"  # stopped on request while it ran
-    ABORTED = "aborted"  # ended before it ever ran
+    ABORTED = "aborted"  # ended while it was queued
     EXPIRED = "expired"  # shown only, never stored: it ended longer than `result_ttl_s` ago, and its result was deleted
 
 

@@ -119,7 +119,7 @@ class ModulePage(Record):
 
 
 class GlobalRequest(Record):
-    """Body of `PUT /v1/steering/global`: applied to every request of the model that starts after the change.
+    """Body of `PUT /v1/steering/global`: applied to every request to the model that starts after the change.
 
     Positions apply to prompts of every length, so they are names, ranges that begin at a position, or positions counted from
     the beginning; those beyond the end of a prompt or request are ignored.
@@ -130,7 +130,7 @@ class GlobalRequest(Record):
 
 
 class GlobalSteering(Record):
-    """What is applied to every request of a model."""
+    """What is applied to every request to a model."""
 
     version: int = 0  # grows with every set and clear, never reused; 0: never set
     entries: list[SteeringTemplate] = []  # empty: nothing

@@ -8,7 +8,7 @@ from .base import Record
 from .states import CallbackEvent
 
 #: `pending`: to be sent, perhaps again. `delivered`: answered 2xx. `failed`: the last try of the ladder was not. `disabled`: its
-#: receiver answered 410, or had before. `refused`: its address may not be called.
+#: receiver responded with 410, or had before. `refused`: its address may not be called.
 DeliveryState = Literal["pending", "delivered", "failed", "disabled", "refused"]
 
 
@@ -56,7 +56,7 @@ class DeliveryPage(Record):
 
 
 class DisabledEndpoint(Record):
-    """A receiver that answered 410: nothing is sent to it until it is enabled again."""
+    """A receiver that responded with 410: nothing is sent to it until it is enabled again."""
 
     tenant: str
     url: str

@@ -113,7 +113,7 @@ def _check_prepared(accounts: Sequence[Account], proposal: Proposal, seconds: fl
     silent = [account.info.worker for account in accounts if not _answered(proposal)(account)]
     if silent:
         raise MidstreamError(
-            "unavailable", f"worker {', '.join(silent)} did not prepare the change within {seconds:g} s; nothing was changed"
+            "unavailable", f"not all workers prepared the change within {seconds:g} s (missing: {', '.join(silent)}); nothing was changed"
         )
 
 

@@ -114,7 +114,7 @@ def check_lengths(parsed: ParsedRequest, prompts: Sequence[StoredPrompt], model:
     if parsed.sampling.max_tokens > room:
         raise invalid(
             parsed.max_tokens_at,
-            f"{parsed.sampling.max_tokens} after a prompt of {longest} tokens exceeds the model's limit of {model.max_model_len}",
+            f"{parsed.sampling.max_tokens} after a prompt of length {longest} exceeds the model's limit of {model.max_model_len}",
             allowed=f"1 to {room}",
         )
     return parsed.sampling.max_tokens
@@ -180,7 +180,7 @@ def check_cost(parsed: ParsedRequest, prompts: int, characters: int, model_state
     if sum(costs.values()) > RESOLVE_LIMIT:
         raise invalid(
             max(costs, key=lambda field: costs[field]),
-            f"selects too many positions over {prompts} prompts",
+            "selects too many positions over all prompts",
             allowed="fewer positions or spans, or fewer prompts in one job",
         )
     return sum(costs.values())

@@ -176,7 +176,7 @@ def _listed(clean: Tokens, corrupt: Tokens, pairs: Sequence[tuple[int, int]], pa
             total = len(tokens.ids)
             if not -total <= place < total:
                 raise SelectorError(
-                    f"position {place} is out of range: the {whose} prompt has {total} tokens (0 to {total - 1})", f"[{index}][{side}]"
+                    f"position {place} is out of range: the {whose} prompt has positions 0 to {total - 1}", f"[{index}][{side}]"
                 )
             resolved.append(place % total)
         mine = resolved[0] if patched == CLEAN else resolved[1]
@@ -219,7 +219,7 @@ def match_spans(name: str, clean: Sequence[int], corrupt: Sequence[int], texts: 
     left = (CLEAN, texts[0], clean[:-length]) if len(clean) > length else (CORRUPT, texts[1], corrupt[:-length])
     return Matched(
         pairs,
-        note=f"span {name!r} has {_tokens(len(clean))} in the clean prompt and {len(corrupt)} in the corrupt one: their last {length} were "
+        note=f"span {name!r} has {_tokens(len(clean))} in the clean prompt and {len(corrupt)} in the corrupt one: they were "
         f"aligned from the right, and {_words(left[1], left[2])} of the {left[0]} prompt ({_at(left[2])}) was "
         "left out",
     )

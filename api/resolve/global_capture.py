@@ -26,7 +26,7 @@ def left_out(reason: str, prompts: int, detail: str) -> None:
     now = time.monotonic()
     if now >= _logged.get(reason, now):
         _logged[reason] = now + LOG_EVERY_S
-        log.warning("global capture skipped for %d prompts of a job: %s", prompts, detail)
+        log.warning("global capture skipped for prompts of a job (count: %d): %s", prompts, detail)
 
 
 def without(job: Job, model: ModelInfo, reason: str, detail: str) -> Job:

@@ -94,7 +94,7 @@ def _data(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
     values = to_numpy(tensor)
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
-        raise ValueError(f"element {bad[0]} is not finite ({len(bad)} of {values.size} are not)")
+        raise ValueError(f"element {bad[0]} is not finite (non-finite elements: {len(bad)} of {values.size})")
     family = family_of(spec)
     if field == "vector" and family.unit and not values.any():
         raise ValueError(f"is all zeros: {family.flag or family.op} needs a direction")

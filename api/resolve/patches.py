@@ -257,7 +257,11 @@ def _rows_of(
             allowed="one position, whose row is written to all patched positions, or mean",
         )
     if wanted is not None and len(wanted) != len(written):
-        raise invalid(at, f"{which}gives {len(wanted)} positions for {len(written)} patched ones: give one for each, in ascending order")
+        raise invalid(
+            at,
+            f"{which}has length {len(wanted)}, but the number of patched positions is {len(written)}: give one for each, "
+            "in ascending order",
+        )
     shared: dict[int, list[int]] = {}
     for number, place in enumerate(written):
         with _field(at if wanted is None else f"{at}[{number}]"):
@@ -273,7 +277,7 @@ def _captured(place: int, prompt: RunPrompt) -> int:
     """A position of the run's prompt, negative from its end. Raises SelectorError when the run has no row of it."""
     position = place + prompt.tokens if place < 0 else place
     if position < 0:
-        raise SelectorError(f"position {place} is out of range: the run's prompt has {prompt.tokens} tokens")
+        raise SelectorError(f"position {place} is out of range: the run's prompt has positions 0 to {prompt.tokens - 1}")
     _check_has([position], prompt)
     return position
 

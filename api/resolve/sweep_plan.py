@@ -337,7 +337,7 @@ def _inside(positions: PositionSelector, tokens: int) -> PositionSelector:
     if isinstance(positions, Window):
         for name, place in (("start", positions.start), ("stop", (positions.stop or 1) - 1)):
             if place >= tokens:
-                raise SelectorError(f"position {place} is out of range: the prompt has {tokens} tokens (0 to {tokens - 1})", f".{name}")
+                raise SelectorError(f"position {place} is out of range: the prompt has positions 0 to {tokens - 1}", f".{name}")
     return positions
 
 

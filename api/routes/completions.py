@@ -35,8 +35,8 @@ RESPONSES = {
     **SUBMIT_ERRORS,
 }
 DESCRIPTION = (
-    "OpenAI's API with `steering`, `capture` and `capture_wait`. With `stream: true` the answer is server-sent chunks; the last one "
-    "before `[DONE]` carries `capture_results` and `determinism`."
+    "OpenAI's API with `steering`, `patch`, `capture` and `capture_wait`. With `stream: true` the answer is server-sent chunks; "
+    "the last one before `[DONE]` carries `capture_results` and `determinism`."
 )
 
 

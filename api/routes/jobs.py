@@ -45,7 +45,11 @@ Key = Annotated[
 ]
 Prefer = Annotated[
     str | None,
-    HeaderParameter(name="Prefer", max_length=MAX_HEADER, description="`wait=N`: hold the response for up to N seconds; `respond-async`"),
+    HeaderParameter(
+        name="Prefer",
+        max_length=MAX_HEADER,
+        description="`wait=N`: hold the response for up to N seconds; `respond-async` alone: do not hold it (the default)",
+    ),
 ]
 Last = Annotated[str | None, HeaderParameter(name="Last-Event-ID", max_length=MAX_NAME, description="Id of the last event received")]
 

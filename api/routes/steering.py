@@ -210,7 +210,7 @@ async def put_global(data: JSONBody[GlobalRequest], request: JsonRequest, model:
     "/v1/steering/global",
     status_code=200,
     summary="Remove global steering from a model",
-    description="The same protocol as setting it. No effect if there is none.",
+    description="Follows the same protocol as setting it. Has no effect if no global steering is set.",
     responses=CHANGE_ERRORS,
 )
 async def delete_global(request: JsonRequest, model: Model = None) -> GlobalView:
@@ -278,7 +278,7 @@ async def get_dynamic(request: JsonRequest, model: Model = None) -> Dynamic:
     accounts = await fresh(context, model, asks, ANSWER_S)
     caller, found = caller_of(request), agreement(accounts, asks)
     if "admin" not in caller.scopes and found.detail:  # it may name modules of other tenants
-        found = msgspec.structs.replace(found, detail="some ranks or workers do not agree; scope admin shows the details")
+        found = msgspec.structs.replace(found, detail="some ranks or workers do not agree; callers with scope admin see the details")
     return Dynamic(workers=_reports(accounts, caller), determinism=found)
 
 

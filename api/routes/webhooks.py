@@ -44,7 +44,9 @@ async def get_delivery(delivery_id: DeliveryId, request: JsonRequest) -> Deliver
     "/v1/webhooks/deliveries/{delivery_id:str}/redeliver",
     status_code=202,
     summary="Redeliver a webhook",
-    description="Keeps the `webhook-id`. Works in any state; a delivery waiting for its next attempt is sent now.",
+    description=(
+        "Keeps the `webhook-id`. Works in any state, unless the receiver is disabled; a delivery waiting for its next attempt is sent now."
+    ),
     responses={**ERRORS, 409: PROBLEM},
 )
 async def redeliver(delivery_id: DeliveryId, request: JsonRequest) -> Delivery:
@@ -84,7 +86,7 @@ async def rotate_secret(data: JSONBody[RotateRequest], request: JsonRequest) -> 
     return Response(made, status_code=201, headers=UNKEPT)
 
 
-@get("/v1/webhooks/disabled", summary="List disabled receivers: those that answered 410", responses=ERRORS)
+@get("/v1/webhooks/disabled", summary="List disabled receivers: those that responded with 410", responses=ERRORS)
 async def list_disabled(request: JsonRequest, tenant: Whose = None) -> DisabledList:
     whose = tenant_asked(caller_of(request), tenant)
     return DisabledList(endpoints=await WebhookOutbox(context_of(request).ledger).disabled(whose))

@@ -79,7 +79,7 @@ class KeyWatch:
             try:
                 valid = await self._stored.valid(asked)
             except MidstreamError as error:  # while Redis is unreachable, no key can be revoked either
-                log.debug("cannot check the keys of %d held calls; will retry: %s", len(asked), error)
+                log.debug("cannot check the keys of held calls (count: %d); will retry: %s", len(asked), error)
                 continue
             for key in asked - valid:
                 for lost in self._held.get(key, ()):

@@ -109,7 +109,7 @@ def with_job(problem: Problem) -> tuple[Problem, dict[str, str]]:
     call = CURRENT.get()
     if call is None or not call.job:
         return problem, {}
-    known = f"job {call.job} is accepted" if call.accepted else f"job {call.job} may have been accepted"
+    known = f"job {call.job} was accepted" if call.accepted else f"job {call.job} may have been accepted"
     detail = f"{problem.detail}; {known}: look it up, or repeat the call with the same Idempotency-Key"
     return msgspec.structs.replace(problem, detail=detail, instance=call.url), {"Location": call.url, JOB_HEADER: call.job}
 

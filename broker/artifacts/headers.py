@@ -122,6 +122,6 @@ def header_of(handle: Handle, place: Place) -> Header:
     found = header.manifest
     if (found.job, found.request, found.tag or place.tag) != (place.job, place.request, place.tag):
         # The owner is not named: it may be another tenant's job.
-        detail = f"byte {place.offset} does not start rows of request {place.request} of job {place.job}"
+        detail = f"no rows of request {place.request} of job {place.job} start at byte {place.offset}"
         raise MidstreamError("capture_failed", f"the capture file {place.name} cannot be read: {detail}")
     return header

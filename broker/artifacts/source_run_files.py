@@ -54,7 +54,7 @@ def shortfall(blobs: Sequence[Blob]) -> str:
     first = blobs[0].manifest
     for _, manifest in blobs:
         if manifest.dropped:
-            return f"{len(manifest.dropped)} positions were dropped under overload"
+            return f"positions were dropped under overload (count: {len(manifest.dropped)})"
         if (manifest.positions, manifest.token_ids) != (first.positions, first.token_ids):
             return "its files disagree on positions or tokens"
     held = {(hook, layer) for _, manifest in blobs for hook, layers in manifest.sites.items() for layer in layers}

@@ -180,4 +180,4 @@ class Captures:
         if failure is not None:
             raise failure
         if len(done) < len(jobs):
-            log.info("captures of %d jobs are being read: deleting them later", len(jobs) - len(done))
+            log.info("captures are being read: deleting them later (jobs: %d)", len(jobs) - len(done))

@@ -95,7 +95,7 @@ class Settler:
         metrics.LOST.labels(worker).inc(failed)
         if mark == lost.last:
             log.error(
-                "worker %s rank %d epoch %s lost receipts %d to %d: %d jobs failed", worker, rank, epoch, lost.first, lost.last, failed
+                "worker %s rank %d epoch %s lost receipts %d to %d; jobs failed: %d", worker, rank, epoch, lost.first, lost.last, failed
             )
         return mark
 

@@ -199,12 +199,12 @@ class Steering:
                 await self._scripts.propose(args=scripts.propose(self._settings, model, proposal, to_msgpack(steering), raw))
             )
             if outcome == "busy":
-                raise MidstreamError("conflict", f"another change of the global steering of {model!r} is in progress: try again")
+                raise MidstreamError("conflict", f"another change to the global steering of {model!r} is in progress: try again")
             _check_there(outcome, detail)
             if outcome == "proposed":
                 self._ledger.took_room(_size(raw))
                 return proposal
-        raise MidstreamError("conflict", f"too many concurrent changes of the global steering of {model!r}: try again")
+        raise MidstreamError("conflict", f"too many concurrent changes to the global steering of {model!r}: try again")
 
     @reachable
     async def commit(self, model: str, proposal_id: str) -> GlobalSteering:
@@ -214,7 +214,7 @@ class Steering:
         """
         outcome, *packed = await self._scripts.commit(args=scripts.pack(self._settings, model=model, id=proposal_id))
         if outcome != b"committed":
-            raise MidstreamError("conflict", f"the change of the global steering of {model!r} was abandoned before it was applied")
+            raise MidstreamError("conflict", f"the change to the global steering of {model!r} was abandoned before it was applied")
         return await self._read(model, CURRENT, packed[0])
 
     @reachable
@@ -251,7 +251,7 @@ class Steering:
             if outcome == "stored":
                 self._ledger.took_room(_size(raw))
                 return former
-        raise MidstreamError("conflict", f"too many concurrent changes of module {module.name!r}: try again")
+        raise MidstreamError("conflict", f"too many concurrent changes to module {module.name!r}: try again")
 
     @reachable
     async def delete_module(self, model: str, name: str) -> Module | None:

@@ -28,9 +28,9 @@ def grades(pair: StoredPair, nodes: Sequence[Node], graded: Sequence[Sequence[fl
     for number, (node, values) in enumerate(zip(nodes, graded, strict=True)):
         expected = len(node.token_ids) + (compared and number == 0)
         if len(values) != expected:
-            raise ValueError(f"{len(values)} values of the next token were returned, but {expected} were requested")
+            raise ValueError(f"values for the next token: {len(values)} returned, {expected} requested")
         if not all(map(math.isfinite, values)):
-            raise ValueError(f"the returned values of the next token are not finite: {list(values)}")
+            raise ValueError(f"the values returned for the next token are not finite: {list(values)}")
     known = {
         (node.prefix, token): value
         for node, values in zip(nodes, graded, strict=True)

@@ -19,15 +19,15 @@ DEFAULTED = ("requests_per_minute", "tokens_per_minute", "jobs_in_flight", "capt
 
 #: Name of a limit → kind of problem, its detail, and what would be accepted.
 REFUSALS: dict[str, tuple[str, str]] = {
-    "queue_limit": ("overloaded", "{used} jobs are waiting; the limit is {allowed} (setting queue_limit)"),
+    "queue_limit": ("overloaded", "jobs waiting: {used}; the limit is {allowed} (setting queue_limit)"),
     "redis_fill": ("overloaded", "Redis memory would be {used} % full; the limit for new jobs is {allowed} % (setting redis_fill_limit)"),
-    "jobs_in_flight": ("too_many_jobs", "tenant {tenant} has {used} jobs in flight; the limit is {allowed}"),
-    "sweep_cells": ("too_many_cells", "{used} cells of tenant {tenant}'s sweeps are waiting or running, and this sweep has {more}"),
-    "sweep_cells_waiting": ("too_many_cells", "{used} cells of other sweeps are waiting or running, and this sweep has {more}"),
+    "jobs_in_flight": ("too_many_jobs", "jobs of tenant {tenant} in flight: {used}; the limit is {allowed}"),
+    "sweep_cells": ("too_many_cells", "cells of tenant {tenant}'s sweeps, waiting or running: {used}; cells of this sweep: {more}"),
+    "sweep_cells_waiting": ("too_many_cells", "cells of other sweeps, waiting or running: {used}; cells of this sweep: {more}"),
     "capture_mib": ("capture_limit", "the capture files of tenant {tenant} use {used} MiB; the limit is {allowed} MiB"),
-    "modules": ("module_limit", "tenant {tenant} has {used} named modules; the limit is {allowed}"),
+    "modules": ("module_limit", "named modules of tenant {tenant}: {used}; the limit is {allowed}"),
     "module_mib": ("module_limit", "with this module of {more} MiB, tenant {tenant} exceeds its limit of {allowed} MiB of named modules"),
-    "requests_per_minute": ("rate_limited", "tenant {tenant} may submit {allowed} requests per minute"),
+    "requests_per_minute": ("rate_limited", "tenant {tenant} has exceeded its limit of requests per minute ({allowed})"),
     "tokens_per_minute": ("rate_limited", "tenant {tenant} may submit {allowed} tokens per minute and has used {used}"),
 }
 ALLOWED: dict[str, str] = {

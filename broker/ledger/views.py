@@ -177,10 +177,10 @@ def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:
         return view.error.detail
     if view.capture_status == "pending":
         if view.kind == "sweep" and view.state is not State.QUEUED:
-            return f"{view.cells} of {view.cells_expected} cells are done"
+            return f"cells done: {view.cells} of {view.cells_expected}"
         if view.receipts_expected == 0:
             return "no worker has started the job yet"
-        return f"{view.receipts} of {view.receipts_expected} receipts have arrived"
+        return f"receipts received: {view.receipts} of {view.receipts_expected}"
     if view.capture_status == "error":
         return f"the job was {view.state}"
     return "; ".join([reason for told in ticket for reason in _shortcomings(told)] + _reuse(ticket))
@@ -196,7 +196,7 @@ def _shortcomings(told: Receipt) -> Iterator[str]:
         return
     for file in told.files:
         if file.dropped:
-            yield f"{where}: {len(file.dropped)} positions dropped under overload ({as_ranges(file.dropped, SHOWN_RANGES)})"
+            yield f"{where}: positions dropped under overload: {as_ranges(file.dropped, SHOWN_RANGES)} ({len(file.dropped)} in total)"
     for made in told.consumed:
         if not made.ok:
             yield f"{where}: consumer {made.name} failed: {made.message or 'no reason given'}"
@@ -205,7 +205,7 @@ def _shortcomings(told: Receipt) -> Iterator[str]:
 def _reuse(ticket: Sequence[Receipt]) -> list[str]:
     files = [file for told in ticket for file in told.files]
     reused = sum(file.reused for file in files)
-    return [f"{reused} of {sum(file.rows for file in files)} rows were computed by an earlier request"] if reused else []
+    return [f"rows computed by an earlier request: {reused} of {sum(file.rows for file in files)}"] if reused else []
 
 
 def determinism(view: JobView, known: Facts, ticket: Sequence[Receipt]) -> Determinism:

@@ -163,7 +163,7 @@ class Watcher:
             try:
                 await self._hear()
             except (redis.exceptions.RedisError, OSError) as error:
-                log.warning("no notifications of job changes; %d waiters poll instead: %s", self.waiting, error)
+                log.warning("no notifications of job changes; polling instead (waiters: %d): %s", self.waiting, error)
             finally:
                 self._hearing.clear()
                 self._heard.clear()

@@ -208,7 +208,7 @@ OF_WORKER: tuple[Reading[WorkerReport], ...] = (
     _rank("outbox_depth", VARIES, "Receipts that the relay has not acknowledged", lambda rank: rank.outbox),
     _rank("backlog_bytes", VARIES, "Captured rows waiting for the writers", lambda rank: rank.backlog),
     _rank("captured_rows", GROWS, "Rows captured: one hook of one layer at one position", lambda rank: rank.captured_rows),
-    _rank("captured_bytes", GROWS, "Bytes of captured rows, before they are written", lambda rank: rank.captured_bytes),
+    _rank("captured_bytes", GROWS, "Bytes of captured rows, as stored", lambda rank: rank.captured_bytes),
     _rank("dropped_positions", GROWS, "Requested positions dropped under overload", lambda rank: rank.dropped_positions),
 )
 

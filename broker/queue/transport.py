@@ -103,13 +103,13 @@ class QoS(kombu_redis.QoS):
         if not tags:
             return
         if is_closed(self.channel):
-            logger.warning("%d messages stay unacknowledged; their connection is closed", len(tags))
+            logger.warning("messages stay unacknowledged (count: %d); their connection is closed", len(tags))
             return
         try:
             with self.pipe_or_acquire() as pipe:
                 pipe.zrem(self.unacked_index_key, *tags).hdel(self.unacked_key, *tags).execute()
         except (*self.channel.connection_errors, ResponseError) as error:
-            logger.warning("%d messages stay unacknowledged; Redis is unreachable or rejecting writes: %s", len(tags), error)
+            logger.warning("messages stay unacknowledged (count: %d); Redis is unreachable or rejecting writes: %s", len(tags), error)
 
     def restore_visible(self, *args: Any, **kwargs: Any) -> None:
         """Restore abandoned messages. If Redis refuses writes this is repeated in two seconds; the consumer logs it."""

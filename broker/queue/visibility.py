@@ -60,5 +60,5 @@ def renew_unacked(consumer: Any) -> int:
         with channel.conn_or_acquire() as client:
             client.zadd(channel.unacked_index_key, dict.fromkeys(held, time.time()), xx=True)
     except (*channel.connection_errors, ResponseError) as error:  # the consumer notices the same and reconnects
-        log.warning("%d messages not renewed; Redis is unreachable or rejecting writes: %s", len(held), error)
+        log.warning("messages not renewed (count: %d); Redis is unreachable or rejecting writes: %s", len(held), error)
     return len(held)

@@ -82,7 +82,7 @@ class Outbox:
             fatal=self._fatal, curve=curve,
         )  # fmt: skip
         if self._store.last > self._store.acked:
-            log.info("outbox %s: %d receipts of an earlier process are waiting", self._store.path, self._store.last - self._store.acked)
+            log.info("outbox %s: receipts of an earlier process waiting: %d", self._store.path, self._store.last - self._store.acked)
         self._writer = threading.Thread(target=self._write_loop, name=f"receipt-writer-{worker}-{rank}", daemon=True)
         self._writer.start()
         self._sender.start()

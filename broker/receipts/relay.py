@@ -421,7 +421,7 @@ def run(settings: Settings) -> None:
     signal.signal(signal.SIGINT, on_signal)
     print(f"relay ready {relay.endpoint}", flush=True)
     relay.serve()
-    log.info("relay stopped; %d receipts accepted", relay.received)
+    log.info("relay stopped; receipts accepted: %d", relay.received)
 
 
 def main() -> int:

@@ -47,12 +47,12 @@ COMPLAIN_EVERY_S = 30.0
 
 _UNHEARD: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know this worker's public CURVE key {public} (curve_clients_dir of the relay)",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side has CURVE keys and the other has none, or no relay listens there{keyless}",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side has CURVE keys and the other has none, or no relay is listening there{keyless}",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it closed the connection during the handshake: curve_server_key may not be its public key",
 }
 #: Added to the message where this side has no keys.
 _KEYLESS = (
-    ". This worker has no key: set MIDSTREAM_CURVE_DIR to the relay's curve_dir (of `midstream up`: secrets/curve in its data directory), "
+    ". This worker has no key: set MIDSTREAM_CURVE_DIR to the relay's curve_dir (for `midstream up`: secrets/curve in its data directory), "
     "or create keys (midstream curve new)"
 )
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -217,7 +217,7 @@ class Sender(threading.Thread):
             elif self._phase is not Phase.OFF:
                 waiting = self._committed - self._acked
                 log.warning(
-                    "outbox %s: connection to the relay at %s lost; %d receipts waiting",
+                    "outbox %s: connection to the relay at %s lost; receipts waiting: %d",
                     self._store.path,
                     self._url,
                     waiting,
@@ -234,7 +234,7 @@ class Sender(threading.Thread):
             public, keyless = (self._curve.public, "") if self._curve else ("", _KEYLESS)
             why = _UNHEARD[event].format(public=public, keyless=keyless)
             waiting = self._committed - self._acked
-            log.error("outbox %s: rejected by the relay at %s; %d receipts waiting: %s", self._store.path, self._url, waiting, why)
+            log.error("outbox %s: rejected by the relay at %s (receipts waiting: %d): %s", self._store.path, self._url, waiting, why)
         if self._knock_at == float("inf"):
             with contextlib.suppress(zmq.ZMQError):  # libzmq has forgotten the address already
                 socket.disconnect(self._url)
@@ -309,7 +309,7 @@ class Sender(threading.Thread):
     def _tell(self, socket: "zmq.Socket[bytes]", lost: LostRange) -> None:
         if self._send(socket, Kind.LOST, lost.last, to_msgpack(lost)):
             count = lost.last - lost.first + 1
-            log.error("outbox %s: %d receipts of jobs %s are lost: %s", self._store.path, count, lost.jobs, lost.message)
+            log.error("outbox %s: receipts lost: %d (jobs %s): %s", self._store.path, count, lost.jobs, lost.message)
             self._told = lost
             self._enter(Phase.TOLD)
 
@@ -342,7 +342,7 @@ class Sender(threading.Thread):
             except ProtocolMismatch as error:
                 self._refused("protocol", error.refusal.detail if error.refusal else str(error))
             except FrameError as error:
-                self._refused("malformed", f"cannot read the answer of the relay at {self._url}: {error}")
+                self._refused("malformed", f"cannot read the response from the relay at {self._url}: {error}")
 
     def _on_mark(self, socket: "zmq.Socket[bytes]", frame: Frame) -> None:
         if self._phase is not Phase.ASKED or frame.payload != to_msgpack(self._nonce):

@@ -194,13 +194,13 @@ class WebhookOutbox:
             raise not_found(delivery_id)
         if outcome == b"off":
             raise MidstreamError(
-                "conflict", "its receiver answered 410 and is disabled: re-enable it first", allowed="DELETE /v1/webhooks/disabled"
+                "conflict", "its receiver responded with 410 and is disabled: re-enable it first", allowed="DELETE /v1/webhooks/disabled"
             )
         return await self.delivery(delivery_id)
 
     @reachable
     async def disabled(self, tenant: str | None) -> list[DisabledEndpoint]:
-        """The tenant's receivers (None: all) that answered 410, by tenant and URL."""
+        """The tenant's receivers (None: all) that responded with 410, by tenant and URL."""
         raw = await self._redis.hgetall("ms:hook-off")
         known = [(*field.decode().split("|", 1), float(raw[field])) for field in sorted(raw)]
         return [DisabledEndpoint(tenant=owner, url=url, since=at) for owner, url, at in known if tenant in (None, owner)]

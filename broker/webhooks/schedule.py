@@ -3,7 +3,7 @@
 import random
 from email.utils import parsedate_to_datetime
 
-#: Seconds before each attempt, counted from the end of the one before: three days in all.
+#: Seconds before each attempt, counted from the end of the one before: a little over three days in all.
 LADDER_S = (0.0, 5.0, 300.0, 1800.0, 7200.0, 18_000.0, 36_000.0, 50_400.0, 72_000.0, 86_400.0)
 #: A pause is longer by up to this share, so that what failed together does not come back together.
 JITTER = 0.2

@@ -39,9 +39,9 @@ _EMBEDDING: tuple[tuple[IPv6Network, int, int], ...] = (
 #: ISATAP (RFC 5214) embeds one in the right half of an address of any network, behind these 32 bits.
 _ISATAP = {0x00005EFE, 0x02005EFE}
 _EXTRA_V6 = {
-    IPv6Network("2001::/23"): "reserved, or a tunnel",
+    IPv6Network("2001::/23"): "reserved, or a tunnel address",
     IPv6Network("2001:db8::/32"): "reserved for documentation",
-    IPv6Network("2002::/16"): "a tunnel",
+    IPv6Network("2002::/16"): "a tunnel address",
     IPv6Network("3fff::/20"): "reserved for documentation",
 }
 _KINDS = (

@@ -59,7 +59,7 @@ class _Request:
         names = ", ".join(missing[:4]) + (", …" if len(missing) > 4 else "")
         stages = ", ".join(str(pp) for pp in sorted({blob.header.manifest.pp for blob in self.blobs}))
         return (
-            f"request {self.manifest.request} is incomplete: {names} ({len(missing)} tensors) are missing; "
+            f"request {self.manifest.request} is incomplete: missing tensors ({len(missing)}): {names}; "
             f"stages present: {stages}, of {self.manifest.stages} in total"
         )
 
@@ -297,7 +297,7 @@ class CaptureReader:
             if why := request.incomplete():
                 found.append(Check(path, 0, 0, ok=False, detail=why, request=number))
             if dropped := request.dropped:
-                why = f"request {number} lacks {len(dropped)} positions, dropped under overload: {as_ranges(dropped, _SHOWN_RANGES)}"
+                why = f"request {number}: positions dropped under overload: {as_ranges(dropped, _SHOWN_RANGES)} ({len(dropped)} in total)"
                 found.append(Check(path, 0, 0, ok=False, detail=why, request=number))
         return found
 

@@ -92,7 +92,7 @@ def capture_export(
     chosen = None if layers is None else options.parse_layers(layers)
     wanted = options.read_hooks(hooks, chosen) if hooks else ()
     names = export(reader, target, hooks=wanted, layers="all" if chosen is None else chosen, requests=request or ())
-    out.print(f"{len(names)} arrays, {show.size(target.stat().st_size)}: {target}", markup=False, soft_wrap=True)
+    out.print(f"{show.count(len(names), 'array')}, {show.size(target.stat().st_size)}: {target}", markup=False, soft_wrap=True)
 
 
 @capture_app.command("list")

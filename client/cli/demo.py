@@ -239,7 +239,7 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
     norm = float(np.linalg.norm(direction))
     typical = float(np.linalg.norm(means, axis=1).mean())
     sets = f"mean of {len(SEA)} texts about the sea − mean of {len(LAND)} others"
-    _line(console, f"{sets}: norm {norm:.1f}, activations have {typical:.1f}")
+    _line(console, f"{sets}: norm {norm:.1f}, mean norm of the activations {typical:.1f}")
     module = client.register_module(MODULE, {f"post_block.{LAYER}": direction}, model, sets)
     push = [{"module": MODULE, "scale": SCALE}]
     _line(console, f"registered as module {MODULE}, digest {module.digest[:DIGEST]}; a request uses {escape(to_json(push).decode())}")

@@ -102,5 +102,5 @@ def doctor(
     if json_:
         print(to_json([finding._asdict() for finding in found]).decode())
     else:
-        out.print(f"{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failures")
+        out.print(f"ok: {counts['ok']}, warnings: {counts['warn']}, failures: {counts['fail']}")
     raise typer.Exit(1 if counts["fail"] else 0)

@@ -16,7 +16,7 @@ Model = Annotated[str | None, typer.Option(help="Its model; required only if sev
 Steer = Annotated[list[str], typer.Option(metavar=options.STEER, help="Steering for every request; repeatable.")]
 
 modules_app = typer.Typer(no_args_is_help=True, help="Manage named modules: steering that requests refer to by name.")
-global_app = typer.Typer(no_args_is_help=True, help="Manage global steering: steering of every request of a model.")
+global_app = typer.Typer(no_args_is_help=True, help="Manage global steering: steering of every request to a model.")
 
 
 def register(app: typer.Typer) -> None:

@@ -29,7 +29,7 @@ def webhooks_list(
     job: Annotated[str | None, typer.Option(help="Only webhooks about this job.")] = None,
     state: Annotated[str | None, typer.Option(help="Only those that are pending, delivered, failed, disabled or refused.")] = None,
     limit: Annotated[int, typer.Option(help="Number of webhooks.")] = 20,
-    disabled: Annotated[bool, typer.Option("--disabled", help="List the receivers disabled because they answered 410.")] = False,
+    disabled: Annotated[bool, typer.Option("--disabled", help="List the receivers disabled because they responded with 410.")] = False,
     tenant: Tenant = None,
     json_: AsJson = False,
     url: Url = None,
@@ -127,7 +127,7 @@ def webhooks_enable(
     tenant: Tenant = None,
     url: Url = None,
 ) -> None:
-    """Re-enable a receiver that answered 410. Use `redeliver` for webhooks disabled in the meantime."""
+    """Re-enable a receiver that responded with 410. Use `redeliver` for webhooks disabled in the meantime."""
     with connect(url) as client:
         client.enable_webhooks(receiver, tenant=tenant)
     out.print(f"{receiver} is enabled", markup=False)

@@ -12,7 +12,7 @@ from ...schemas.jobs import State
 from ...schemas.models import WorkerInfo
 from ...schemas.status import QueueStatus, Status
 from ..stack.doctor import Finding
-from .jobs import size
+from .jobs import count, size
 
 _LEVELS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 #: Columns of the table of jobs: how each state is called there.
@@ -42,11 +42,11 @@ def _head(now: Status, url: str) -> Text:
     line = Text()
     line.append(f"midstream {now.version}", style="bold")
     line.append(f" at {url} · {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now.at))}\n")
-    line.append(f"{now.live} jobs live, {now.queued} queued, {now.held} responses held\n")
-    line.append_text(_alive("relay", now.relay.alive, f"{now.relay.received} receipts"))
+    line.append(f"{count(now.live, 'job')} live, {now.queued} queued, {count(now.held, 'response')} held\n")
+    line.append_text(_alive("relay", now.relay.alive, count(now.relay.received, "receipt")))
     line.append(f" · redis {memory}, {redis.milliseconds:.1f} ms\n")
     late = f", {now.callbacks.webhooks_overdue_s:.0f} s overdue" if now.callbacks.webhooks_overdue_s >= 1 else ""
-    line.append_text(_alive("callbacks", now.callbacks.alive, f"{now.callbacks.webhooks_pending} webhooks pending{late}"))
+    line.append_text(_alive("callbacks", now.callbacks.alive, f"{count(now.callbacks.webhooks_pending, 'webhook')} pending{late}"))
     return line
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ...schemas.sweeps import SweepResult
 from ..sdk.grid import MEANING, Grid, described, grid_of, titled, written
-from .jobs import table
+from .jobs import count, table
 
 #: Stops of the colour scale, as red, green and blue: blue over white to red.
 _STOPS = np.array(((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43)), dtype=np.float64)
@@ -170,7 +170,8 @@ def without_value(result: SweepResult) -> list[str]:
         counts[each.reason] += len(each.layers)
         label = written(result.pairs[each.pair].labels[each.column])
         examples.setdefault(each.reason, f"{each.hook} at “{label}”{_of(result, each.pair)}")
-    lines = [f"{count} cells without a value: {reason} (such as {examples[reason]})" for reason, count in counts.most_common(_REASONS)]
+    shown = counts.most_common(_REASONS)
+    lines = [f"{count(cells, 'cell')} without a value: {reason} (such as {examples[reason]})" for reason, cells in shown]
     if len(counts) > _REASONS:
-        lines.append(f"… and {sum(counts.values()) - sum(count for _, count in counts.most_common(_REASONS))} for other reasons")
+        lines.append(f"… and {sum(counts.values()) - sum(cells for _, cells in shown)} for other reasons")
     return lines

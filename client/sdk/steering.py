@@ -22,7 +22,7 @@ from .wire import Call, Steering
 #: What a module or global steering may be given as.
 Wanted = Steering | Sequence[Steering] | Mapping[str, np.ndarray | list[Any]] | Path | str
 
-#: A change of global steering is answered when every worker has validated and applied it, or one of them took too long.
+#: A change to global steering is answered when every worker has validated and applied it, or one of them took too long.
 CHANGE_S = 120.0
 _MODULES, _GLOBAL, _DYNAMIC = "/v1/steering/modules", "/v1/steering/global", "/v1/steering/dynamic"
 
@@ -88,7 +88,7 @@ class SteeringCalls(ABC):
         wire.raise_problem(self._send(_module("DELETE", name, model)))
 
     def set_global(self, steering: Wanted, model: str | None = None) -> GlobalView:
-        """Steer every request of the model that begins from now on; instead of what was set before.
+        """Steer every request to the model that begins from now on; instead of what was set before.
 
         Raises when a rank of any worker refuses it, with worker, rank and reason; nothing has changed anywhere then.
         """

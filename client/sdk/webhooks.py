@@ -62,7 +62,7 @@ class WebhookCalls(ABC):
         return wire.decode(self._send(_rotation(keep_former_s, own)), SecretList)
 
     def disabled_webhooks(self, *, tenant: str | None = None) -> list[DisabledEndpoint]:
-        """Receivers that answered 410."""
+        """Receivers that responded with 410."""
         return wire.decode(self._send(Call("GET", _DISABLED, params=_given(tenant=tenant))), DisabledList).endpoints
 
     def enable_webhooks(self, url: str, *, tenant: str | None = None) -> None:

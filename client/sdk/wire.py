@@ -212,7 +212,7 @@ def decode(response: httpx.Response, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(response.content, type=kind)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise not_understood(response, f"the answer of {response.request.url.path} is not a {kind.__name__}: {error}") from error
+        raise not_understood(response, f"the response from {response.request.url.path} is not a {kind.__name__}: {error}") from error
 
 
 def raise_problem(response: httpx.Response) -> None:
@@ -269,7 +269,7 @@ def answer(response: httpx.Response) -> Answer:
             raw=raw,
         )
     except (KeyError, TypeError, msgspec.ValidationError) as error:
-        raise not_understood(response, f"the answer of {response.request.url.path} has an unexpected shape: {error!r}") from error
+        raise not_understood(response, f"the response from {response.request.url.path} has an unexpected shape: {error!r}") from error
 
 
 def answer_from_result(result: JobResult) -> Answer:

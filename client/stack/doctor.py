@@ -97,7 +97,7 @@ def _redis(url: str, settings: Settings) -> Iterator[Finding]:
     if known < LEAST_REDIS:
         yield Finding("fail", "redis", f"version {version}", "6.2 or later is required")
     else:
-        yield Finding("ok", "redis", f"version {version}, {info['connected_clients']} clients")
+        yield Finding("ok", "redis", f"version {version}, clients: {info['connected_clients']}")
     yield from _latency(client)
     yield from _memory(info, settings)
     yield from _durability(info, _config(client, "appendfsync"))
@@ -125,7 +125,7 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
     else:
         yield Finding("ok", "redis eviction", "maxmemory-policy is noeviction")
     if gone := int(info["evicted_keys"]):
-        yield Finding("fail", "redis eviction", f"{gone} keys evicted since its start: jobs are lost", "resubmit the missing jobs")
+        yield Finding("fail", "redis eviction", f"keys evicted since its start: {gone}; jobs are lost", "resubmit the missing jobs")
     if not limit:
         yield Finding("ok", "redis memory", f"{used / 2**20:.0f} MiB used, no limit (maxmemory 0)")
         return
@@ -139,7 +139,7 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
             "raise maxmemory, or let results expire sooner (result_ttl_s)",
         )
     elif share >= MEMORY_WARN:
-        yield Finding("warn", "redis memory", said, f"at {settings.redis_fill_limit:.0%} submissions are refused: raise maxmemory")
+        yield Finding("warn", "redis memory", said, f"submissions are rejected at {settings.redis_fill_limit:.0%}: raise maxmemory")
     else:
         yield Finding("ok", "redis memory", said)
 
@@ -245,7 +245,7 @@ async def _from_redis(redis_url: str) -> Status:
 def _parts(status: Status, settings: Settings) -> Iterator[Finding]:
     yield from _workers(status, settings)
     if status.relay.alive:
-        yield _version("relay", status.relay.version, f"at {status.relay.url}, {status.relay.received} receipts accepted")
+        yield _version("relay", status.relay.version, f"at {status.relay.url}, receipts accepted: {status.relay.received}")
     else:
         found = "not seen for 15 s: captures and interventions wait for it, then time out"
         yield Finding("fail", "relay", found, "start it (`python -m midstream.broker.relay`), and check its log")
@@ -269,9 +269,7 @@ def _parts(status: Status, settings: Settings) -> Iterator[Finding]:
     for queue in status.queues:
         if queue.model not in served:
             waiting = queue.sent + sum(queue.waiting.values())
-            yield Finding(
-                "fail", "queue", f"{waiting} jobs wait for {queue.model}, which no worker serves", f"start a worker for {queue.model}"
-            )
+            yield Finding("fail", "queue", f"no worker serves {queue.model}; jobs waiting: {waiting}", f"start a worker for {queue.model}")
 
 
 def _workers(status: Status, settings: Settings) -> Iterator[Finding]:

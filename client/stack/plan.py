@@ -76,7 +76,7 @@ def lines(found: "Plan", tokens_per_second: float) -> Iterator[str]:
         rows = [[work.hooks, work.step, str(work.cost.launches), *_cost(work)] for work in found.work]
         yield from _table(["hooks", "step", "launches", "MB on the GPU", "MB to the host", "ms", "share"], rows)
     yield ""
-    yield f"To the disk, if every request is captured at every token ({tokens_per_second:.0f} tokens/s):"
+    yield f"Written to the disk, if every request is captured at every token ({tokens_per_second:.0f} tokens/s):"
     yield ""
     rows = [[stream.captured, f"{stream.token_bytes / 1024:.0f}", f"{stream.bytes_per_s / 1e6:.0f}"] for stream in found.streams]
     yield from _table(["captured", "KiB per token", "MB/s"], rows)

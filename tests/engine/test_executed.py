@@ -18,7 +18,8 @@ def test_a_site_that_did_not_capture_fails_those_who_capture_there(engine: str, 
     host.run_together(here, elsewhere, edited)
     receipt = host.receipts(here)[0]
     assert (receipt.status, receipt.kind, receipt.files) == ("error", "capture_failed", [])
-    assert f"rows captured before edits at post_block of layer {LAST}, and 0 were executed" in receipt.message
+    assert f"rows captured before edits at post_block of layer {LAST}: " in receipt.message
+    assert " planned, 0 counted" in receipt.message
     assert [host.receipts(job)[0].status for job in (elsewhere, edited)] == ["ok", "ok"]
 
 
@@ -30,7 +31,7 @@ def test_a_site_that_did_not_edit_fails_its_request(engine: str, request: pytest
     host.run(job)
     receipt = host.receipts(job)[0]
     assert (receipt.status, receipt.kind) == ("error", "intervention_failed")
-    assert "planned 2 edits at post_block of layer 2, and 0 were executed" in receipt.message
+    assert "edits at post_block of layer 2: 2 planned, 0 counted" in receipt.message
     again = host.job(prompt_of(12, seed=604), max_tokens=3, steering=[steer(host.vector(direction(3)), [0, 2], positions=[3, 4])])
     host.run(again)
     assert (host.receipts(again)[0].status, host.receipts(again)[0].applied) == ("ok", 4), "the steps that follow are sound"

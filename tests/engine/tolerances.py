@@ -51,7 +51,7 @@ FIDELITY = {
     "float32": Tolerance(
         FP32_HOOKS,
         "error of a row relative to its norm, against transformers in fp32: the same arithmetic in a different order (other matrix "
-        "kernels, another attention), over four layers",
+        "kernels, another attention implementation), over four layers",
     ),
     "bfloat16": Tolerance(
         BF16_EXCESS,

@@ -182,7 +182,7 @@ def test_a_position_beyond_one_of_the_prompts_names_that_prompt(api: Api, hand: 
     answer = api.http.post("/v1/jobs", json={**BODY, "prompts": ["a b c d", "a"], **capture(positions=[4])})
     assert answer.json()["field"] == "capture.positions[0]"
     assert "prompt 1" in answer.json()["detail"]
-    assert "2 tokens" in answer.json()["detail"]
+    assert "prompt has positions 0 to 1" in answer.json()["detail"]
 
 
 def test_an_absent_span_error_shows_the_start_of_the_prompt(api: Api, hand: Hand) -> None:

@@ -134,7 +134,7 @@ def test_sweep_cells_are_capped_per_sweep_and_in_total(redis_url: str, tmp_path:
         refused = api.http.post("/v1/sweeps", json=BODY)
         assert (refused.status_code, refused.json()["type"]) == (429, "urn:midstream:too_many_cells")
         assert int(refused.headers["retry-after"]) >= 1
-        assert "32 cells" in refused.json()["detail"]
+        assert "waiting or running: 32; cells of this sweep: 16" in refused.json()["detail"]
         assert api.http.post("/v1/sweeps", json=BODY, headers={"Idempotency-Key": "k"}).json()["id"] == second, "it is accepted already"
         assert api.submit(), "other jobs are not stopped"
         assert api.http.post(f"/v1/jobs/{first}/cancel").status_code == 202

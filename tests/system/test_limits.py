@@ -340,7 +340,7 @@ def test_a_tenants_module_limit_spans_models_and_deletion_makes_room(redis_url: 
             await steering.put_module(*a_module("two", model="another"))
             error = await no_module(steering, "three")
             assert (error.kind, error.status, error.retry_after) == ("module_limit", 429, None)
-            assert "2 named modules" in error.detail
+            assert "named modules of tenant t: 2; the limit is 2" in error.detail
             assert await steering.module(MODEL, "t/three") is None
             await steering.put_module(*a_module("one", 2))
             await steering.put_module(*a_module("three", tenant="u"))
@@ -448,7 +448,7 @@ def test_a_full_queue_and_a_rate_limit_give_retry_after(crowded: tuple[Any, Hand
     hasty = api.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello"})
     assert (hasty.status_code, hasty.json()["type"]) == (429, "urn:midstream:rate_limited")
     assert 1 <= int(hasty.headers["retry-after"]) <= 12, "one request every twelve seconds"
-    assert "5 requests per minute" in hasty.json()["error"]["message"]
+    assert "its limit of requests per minute (5)" in hasty.json()["error"]["message"]
 
 
 def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(tmp_path: Path) -> None:

@@ -434,7 +434,7 @@ def test_dropped_rows_are_partial_with_their_positions_whatever_the_rank_calls_i
     short = file(dropped=[4, 5, 6, 9])
     results = result_of(redis_url, files=[short], status="ok").capture_results
     assert (results.status, results.files[0].dropped) == ("partial", [4, 5, 6, 9])
-    assert results.detail == "request 0, rank 0: 4 positions dropped under overload (4-6, 9)"
+    assert results.detail == "request 0, rank 0: positions dropped under overload: 4-6, 9 (4 in total)"
 
 
 # field case 19
@@ -463,7 +463,7 @@ def test_returned_rows_name_their_prompt_and_stage(redis_url: str) -> None:
 def test_the_result_says_how_many_rows_an_earlier_request_computed(redis_url: str) -> None:
     results = result_of(redis_url, files=[file(reused=3)]).capture_results
     assert (results.status, results.files[0].reused) == ("ok", 3)
-    assert results.detail == "3 of 4 rows were computed by an earlier request"
+    assert results.detail == "rows computed by an earlier request: 3 of 4"
 
 
 def test_captured_files_list_sites_tag_layout_and_offset(redis_url: str) -> None:

@@ -132,7 +132,7 @@ def test_captures_of_a_sweep_are_listed_shown_and_deleted(redis_url: str, tmp_pa
             await sweeps.keep(job, 1, [(base, None)], 2, 1)
             result = await ledger.result(job.id)
             assert (result.capture_results.status, [file.tag for file in result.capture_results.files]) == ("pending", ["base"])
-            assert result.capture_results.detail == f"0 of {(await ledger.view(job.id)).cells_expected} cells are done"
+            assert result.capture_results.detail == f"cells done: 0 of {(await ledger.view(job.id)).cells_expected}"
             with pytest.raises(MidstreamError, match="has not ended"):
                 await captures.delete(job.id)
             await ledger.store_outputs(job.id, 1, [])

@@ -142,7 +142,7 @@ def test_a_ring_for_less_than_one_token_is_named() -> None:
 
 def test_long_captures_take_a_window_of_memory_each() -> None:
     found = limits(LLAMA_8B, capture_memory_mib=4096, capture_window_mib=64)["capture_memory_mib"]
-    assert "64 requests" in found
+    assert "at most 64 at a time" in found
     assert "more than 256 positions" in found
 
 

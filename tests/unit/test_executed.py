@@ -44,7 +44,7 @@ def test_a_skipped_edit_fails_its_request_alone(rig: Rig, monkeypatch: pytest.Mo
     rig.step(finished=both)
     receipts = {receipt.job: receipt for receipt in rig.receipts()}
     assert (receipts["j1"].status, receipts["j1"].kind) == ("error", "intervention_failed")
-    assert receipts["j1"].message == "step 1 planned 6 edits at pre_attn of layer 0, and 0 were executed (rank 0)"
+    assert receipts["j1"].message == "step 1, edits at pre_attn of layer 0: 6 planned, 0 counted (rank 0)"
     assert [receipts[job].status for job in ("j2", "j3")] == ["ok", "ok"]
     assert not rig._rank.buffers.counts.any(), "the next step counts from zero"
 
@@ -58,7 +58,7 @@ def test_a_skipped_capture_leaves_no_file(rig: Rig, monkeypatch: pytest.MonkeyPa
     rig.step(finished=[request, other])
     receipts = {receipt.job: receipt for receipt in rig.receipts()}
     assert (receipts["j1"].kind, receipts["j1"].files) == ("capture_failed", [])
-    assert f"1 rows captured {at} edits at post_block of layer 1, and 0 were executed" in receipts["j1"].message
+    assert f"rows captured {at} edits at post_block of layer 1: 1 planned, 0 counted" in receipts["j1"].message
     assert receipts["j2"].status == "ok"
 
 
@@ -67,7 +67,7 @@ def test_a_site_that_ran_twice_is_found(rig: Rig, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rig._rank, "forward", lambda *windows: [forward(*windows), forward(*windows)])
     run(rig, steered(1))
     (receipt,) = rig.receipts()
-    assert "planned 6 edits at pre_attn of layer 0, and 12 were executed" in receipt.message
+    assert "edits at pre_attn of layer 0: 6 planned, 12 counted" in receipt.message
 
 
 def test_a_site_without_a_plan_that_did_something_fails_all_of_the_step(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_a_site_without_a_plan_that_did_something_fails_all_of_the_step(rig: Rig
     monkeypatch.setattr(rig._rank, "forward", astray)
     run(rig, capturing(1))
     (receipt,) = rig.receipts()
-    assert "planned 0 rows captured after edits at post_block of layer 0, and 1 were executed" in receipt.message
+    assert "rows captured after edits at post_block of layer 0: 0 planned, 1 counted" in receipt.message
 
 
 def test_rows_of_a_miscounted_step_are_kept_for_no_other_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_counts_that_arrive_late_are_read_before_the_receipt(rig: Rig, monkeypat
     rig.step((request, 6, 1), (other, 6, 1))
     rig.step(finished=[request, other])
     receipts = {receipt.job: receipt for receipt in rig.receipts()}
-    assert receipts["j1"].message == "step 1 planned 6 rows captured before edits at post_block of layer 1, and 0 were executed (rank 0)"
+    assert receipts["j1"].message == "step 1, rows captured before edits at post_block of layer 1: 6 planned, 0 counted (rank 0)"
     assert receipts["j2"].status == "ok"
 
 

@@ -105,7 +105,7 @@ def test_verify_names_a_stage_that_is_missing(tmp_path: Path) -> None:
     write(tmp_path, finished(sites={"post_block": [0]}, all_sites={"post_block": [0, 1]}, stages=2))
     code, text = run("capture", "verify", tmp_path, "--job", "job_x")
     assert code != 0
-    assert "post_block.1 (1 tensors) are missing; stages present: 0, of 2 in total" in text
+    assert "missing tensors (1): post_block.1; stages present: 0, of 2 in total" in text
 
 
 def test_a_request_that_is_missing_is_refused_unless_what_is_there_is_wanted(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_request_that_is_missing_is_refused_unless_what_is_there_is_wanted(tmp
         assert (code != 0, said in text) == (True, True), text
     assert "2 of 3 checks failed" in text
     code, text = run("capture", "show", *source, "--partial")
-    assert (code, said in text, "lacks 1 positions, dropped under overload: 1" in text) == (0, True, True)
+    assert (code, said in text, "positions dropped under overload: 1 (1 in total)" in text) == (0, True, True)
     assert run("capture", "export", tmp_path, tmp_path / "rows.npz", "--job", "job_x", "--partial")[0] == 0
 
 

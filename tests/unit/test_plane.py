@@ -166,7 +166,7 @@ def test_rows_missing_from_a_failed_request_are_reported_and_fail_dependent_ones
         ("j1", "error", "capture_failed"),
         ("j2", "error", "capture_failed"),
     ]
-    assert "served by the prefix cache, are no longer stored" in told[1].message
+    assert "served by the prefix cache, are not available" in told[1].message
 
 
 @pytest.mark.long

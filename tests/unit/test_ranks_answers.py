@@ -164,7 +164,7 @@ def test_captures_beyond_a_steps_buffers_wait_and_oversized_ones_are_refused() -
 
         await asyncio.gather(use("a", 6), use("b", 6))
         assert order == ["a", "a done", "b", "b done"]
-        with pytest.raises(MidstreamError, match="captures 11 rows at one token; one step has room for 10"):
+        with pytest.raises(MidstreamError, match="captures 11 rows for one token; one step has room for 10"):
             await use("c", 11)
         async with StepRows(0).admitted(10**9):
             pass

@@ -59,7 +59,7 @@ def test_each_hook_has_its_own_layers_and_every_option_is_kept() -> None:
         ({"hooks": {"pre_attn": "4"}}, "capture.hooks.pre_attn", "layer 4"),
         ({"hooks": {"pre_attn": 0, "resid_pre": 1}}, "capture.hooks.resid_pre", "given twice"),
         ({"positions": [0, 9]}, "capture.positions[1]", "position 9 is out of range: the prompt has"),
-        ({"positions": [0, Span(start=3, stop=9)]}, "capture.positions[1].stop", "the range stops at 9, but the prompt has 6 tokens"),
+        ({"positions": [0, Span(start=3, stop=9)]}, "capture.positions[1].stop", "the range stops at 9, but the prompt has length 6"),
         ({"positions": [Span(start=3)]}, "capture.positions[0]", "needs a `stop`"),
         ({"positions": Span(start=-7)}, "capture.positions.start", "position -7 is out of range: the prompt has"),
         (
@@ -164,7 +164,7 @@ def test_global_capture_that_exceeds_a_steps_room_is_skipped_without_refusals(ca
     assert [[capture.tag for capture in captures] for captures in (narrow, wide)] == [["mine", "global"], ["mine"]]
     assert GLOBAL_CAPTURE_SKIPPED.labels("buffer")._value.get() == before + 1
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "skipped for 1 prompts" in line
+    assert "skipped for prompts of a job (count: 1)" in line
     assert "capture_buffer_mib" in line
 
 

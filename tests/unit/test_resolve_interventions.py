@@ -143,7 +143,7 @@ ZERO = tensor(HIDDEN, fill=0.0)
         (LEAST["add"] | {"positions": [6]}, "positions[0]", "out of range: the prompt has"),
         (LEAST["ablate"] | {"vector": WIDE}, "vector.shape", r"has shape \[9\]: it must be \[8\]"),
         (LEAST["clamp"] | {"vector": tensor(1, HIDDEN)}, "vector.shape", r"has shape \[1, 8\]"),
-        (LEAST["replace"] | {"vector": NOT_FINITE}, "vector.data", r"element 0 is not finite \(8 of 8 are not\)"),
+        (LEAST["replace"] | {"vector": NOT_FINITE}, "vector.data", r"element 0 is not finite \(non-finite elements: 8 of 8\)"),
         (LEAST["ablate"] | {"vector": ZERO}, "vector.data", "all zeros: ablate needs a direction"),
         (LEAST["clamp"] | {"vector": ZERO}, "vector.data", "clamp needs a direction"),
         (LEAST["add"] | {"vector": ZERO, "norm_match": True}, "vector.data", "norm_match needs a direction"),

@@ -232,7 +232,7 @@ def test_patches_stand_in_front_of_the_requests_steering() -> None:
         ({"layers": 9}, "layers", "layer 9 is out of range"),
         ({"layers": []}, "layers", "no layer given"),
         ({"hook": "mlp_in"}, "hook", "unknown hook 'mlp_in': the model has"),
-        ({"positions": [0, 6]}, "positions[1]", "position 6 is out of range: the prompt has 6 tokens"),
+        ({"positions": [0, 6]}, "positions[1]", "position 6 is out of range: the prompt has positions 0 to 5"),
         ({"positions": [-7]}, "positions[0]", "position -7 is out of range: the prompt has"),
         ({"positions": []}, "positions", "no position given"),
         ({"positions": [Span(text="gone")]}, "positions[0]", "'gone' is not there"),
@@ -251,8 +251,8 @@ def test_patches_stand_in_front_of_the_requests_steering() -> None:
         ({"positions": [4]}, "source.position", "position 4 was not captured: the run has positions 0-3"),
         ({"source": {"run": "clean", "position": 7}}, "source.position", "position 7 was not captured: the run has positions 0-3"),
         ({"source": {"run": "clean", "position": -1}}, "source.position", "position 4 was not captured: the run has positions 0-3"),
-        ({"source": {"run": "clean", "position": -6}}, "source.position", "position -6 is out of range: the run's prompt has 5 tokens"),
-        ({"source": {"run": "clean", "position": [0, 1]}}, "source.position", "gives 2 positions for 1 patched"),
+        ({"source": {"run": "clean", "position": -6}}, "source.position", "the run's prompt has positions 0 to 4"),
+        ({"source": {"run": "clean", "position": [0, 1]}}, "source.position", "has length 2, but the number of patched positions is 1"),
         ({"source": {"run": "clean", "position": [8]}}, "source.position[0]", "position 8 was not captured"),
         ({"positions": "all_generated"}, "source.position", "is required, because the patched positions are open-ended"),
         (
@@ -270,7 +270,11 @@ def test_patches_stand_in_front_of_the_requests_steering() -> None:
         ({"source": {"run": "clean", "mean": True, "positions": "all_generated"}}, "source.positions", "the run has no rows there"),
         ({"source": {"run": "clean", "mean": True, "positions": [Span(text="x")]}}, "source.positions[0].text", "positions but no text"),
         ({"source": {"vector": from_numpy(np.ones(4, np.float32))}}, "source.vector.shape", "has shape [4]: it must be [8]"),
-        ({"source": {"vector": from_numpy(np.full(HIDDEN, np.nan))}}, "source.vector.data", "element 0 is not finite (8 of 8"),
+        (
+            {"source": {"vector": from_numpy(np.full(HIDDEN, np.nan))}},
+            "source.vector.data",
+            "element 0 is not finite (non-finite elements: 8 of 8",
+        ),
         ({"source": {"vector": from_numpy(np.full(HIDDEN, 1e6))}}, "source.vector.data", "float16 allows at most"),
         ({"source": {"module": "sad"}}, "source.module", "unknown module 'sad'"),
     ],
@@ -284,12 +288,12 @@ def test_invalid_patches_name_the_field(wish: dict[str, Any], field: str, words:
 def test_in_several_prompts_the_one_at_fault_is_named() -> None:  # field case 34
     found = refused(patch(positions=[2]), patch({"zeros": True}, [4]), lengths=(6, 3))
     assert (found.field, found.detail) == (
-        "patch[1].positions[0]", "prompt 1: position 4 is out of range: the prompt has 3 tokens (0 to 2)",
+        "patch[1].positions[0]", "prompt 1: position 4 is out of range: the prompt has positions 0 to 2",
     )  # fmt: skip
     found = refused(patch(positions=[-1]), lengths=(4, 6))
     assert (found.field, found.detail) == ("patch[0].source.position", "prompt 1: position 5 was not captured: the run has positions 0-3")
     found = refused(patch({"run": "clean", "position": [0, 1]}, Span(start=4, stop=-1)), lengths=(7, 6))
-    assert (found.field, "prompt 1: gives 2 positions for 1" in found.detail) == ("patch[0].source.position", True)
+    assert (found.field, "prompt 1: has length 2, but" in found.detail) == ("patch[0].source.position", True)
 
 
 @pytest.mark.parametrize(

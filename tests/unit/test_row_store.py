@@ -154,5 +154,5 @@ def test_captures_served_by_kept_rows_equal_computed_ones(seed: int) -> None:
 def test_evicted_rows_are_a_typed_error() -> None:
     rank = Rank()
     request = rank.admit(Request(0, 6, 8, [capture()]))
-    with pytest.raises(LookupError, match="positions 0 to 3, served by the prefix cache, are no longer stored"):
+    with pytest.raises(LookupError, match="positions 0 to 3, served by the prefix cache, are not available"):
         RowStore(Mover()).serve(7, request.tracked.recordings[0], 0, 4)

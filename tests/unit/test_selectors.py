@@ -83,7 +83,7 @@ def test_overlapping_ranges_are_joined() -> None:
 
 
 def test_a_position_beyond_the_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="position 10 is out of range: the prompt has 10 tokens"):
+    with pytest.raises(ValueError, match="position 10 is out of range: the prompt has positions 0 to 9"):
         resolve_positions([3, 10], 10)
     with pytest.raises(ValueError, match="-11"):
         resolve_positions([-11], 10)
@@ -173,12 +173,12 @@ def test_a_range_alone_may_go_on_behind_the_prompt_and_beside_others_is_written_
 @pytest.mark.parametrize(
     ("wish", "at", "words"),
     [
-        (Span(start=-11), ".start", "position -11 is out of range: the prompt has 10 tokens"),
+        (Span(start=-11), ".start", "position -11 is out of range: the prompt has positions 0 to 9"),
         (Span(start=0, stop=-11), ".stop", "position -11 is out of range: the prompt"),
-        (Span(start=8, stop=-2), "", "from 8 up to 8 is empty in a prompt of 10"),
+        (Span(start=8, stop=-2), "", "from 8 up to 8 is empty in a prompt of length 10"),
         ([0, Span(start=8, stop=-5)], "[1]", "is empty"),
         ([0, Span(start=8)], "[1]", "needs a `stop`; only a single range may"),
-        ([Span(start=8, stop=11)], "[0].stop", "stops at 11, but the prompt has 10 tokens"),
+        ([Span(start=8, stop=11)], "[0].stop", "stops at 11, but the prompt has length 10"),
     ],
 )
 def test_a_range_that_names_nothing_or_leaves_the_prompt_is_refused_with_its_place(wish, at, words) -> None:

@@ -152,7 +152,7 @@ def test_occurrences_are_counted_as_pythons_count_counts_them() -> None:
         (Span(text="x"), ".text", "does not occur in the prompt"),
         (Span(text="a", occurrence=2), ".occurrence", "'a' occurs 2 times in the prompt: there is no occurrence 2"),
         ([Span(text="b", occurrence=-2)], "[0].occurrence", "'b' occurs once"),
-        ([0, 5], "[1]", "position 5 is out of range: the prompt has 5 tokens"),
+        ([0, 5], "[1]", "position 5 is out of range: the prompt has positions 0 to 4"),
     ],
 )
 # field case 27

@@ -119,7 +119,7 @@ def test_the_logging_consumer_defaults_to_stderr() -> None:
         (capture(positions=range(500), consumers=["memory", "logging"]), "error", "4096 (4 KiB, memory_limit_kib)"),
         (capture(consumers=["nobody"]), "error", "rank 0 has no such consumer"),
         (capture(consumers=["filesystem", "nobody"]), "partial", "consumer nobody failed: rank 0 has no such consumer"),
-        (capture(positions=[0, 9], dropped=(4, 5)), "partial", "rows of 2 positions were dropped under overload: 4, 5"),
+        (capture(positions=[0, 9], dropped=(4, 5)), "partial", "positions dropped under overload: 4, 5 (2 in total)"),
     ],
 )
 def test_failed_or_dropped_captures_are_never_ok(desk: Desk, build: Callable[[], FinishedCapture], status: str, said: str) -> None:

@@ -111,7 +111,7 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
         """Raises MidstreamError("intervention_failed") if these can never replace the current ones."""
         self._check_size(rows)
         if not self._within(rows | self._pinned):
-            detail = f"it does not fit in the {self._rows} steering rows beside the current global steering: clear the current one first"
+            detail = f"it does not fit in the {self._rows} steering rows alongside the current global steering: clear the current one first"
             raise MidstreamError("intervention_failed", detail)
 
     @asynccontextmanager
@@ -161,7 +161,9 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
                 raise MidstreamError("intervention_failed", detail)
 
     def _crowded_out(self, demand: frozenset[RowDemand]) -> CrowdedOut:
-        return CrowdedOut(f"its {len(demand)} steering rows do not fit beside the {len(self._pinned)} of the current global steering")
+        return CrowdedOut(
+            f"its steering rows ({len(demand)}) do not fit alongside those of the current global steering ({len(self._pinned)})"
+        )
 
     def _fits(self, demand: frozenset[RowDemand]) -> bool:
         return self._within(self._in_use.keys() | demand)
@@ -244,7 +246,7 @@ class StepRows(CaptureBudget):
         if self._limit and demand > self._limit:
             raise MidstreamError(
                 "capture_failed",
-                f"the request captures {demand} rows at one token; one step has room for {self._limit} (setting capture_buffer_mib)",
+                f"the request captures {demand} rows for one token; one step has room for {self._limit} (setting capture_buffer_mib)",
             )
 
     def _fits(self, demand: int) -> bool:

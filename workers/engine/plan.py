@@ -268,14 +268,14 @@ def _limits(
             found.append(f"capture_buffer_mib: a request captures at most {ring.rows} of the {sites} sites; requests for more are rejected")
         elif together < settings.max_num_seqs:
             found.append(
-                f"capture_buffer_mib: {together} requests that capture all {sites} sites run at a time; others wait "
+                f"capture_buffer_mib: requests that capture all {sites} sites: at most {together} at a time; others wait "
                 f"(max_num_seqs {settings.max_num_seqs})"
             )
     positions = (settings.capture_window_mib << 20) // (model.layers * model.row_bytes)
     long = settings.capture_memory_mib // settings.capture_window_mib
     found.append(
-        f"capture_memory_mib: {long} requests that capture every layer at one hook at more than {positions} positions "
-        "(capture_window_mib) run at a time; others wait"
+        f"capture_memory_mib: requests that capture every layer at one hook at more than {positions} positions "
+        f"(capture_window_mib): at most {long} at a time; others wait"
     )
     seconds = queue / (model.layers * model.row_bytes * tokens_per_second)
     after = {"block": "steps wait for the writers", "spill": "rows go to files", "drop": "rows are dropped"}[settings.capture_overload]

@@ -244,7 +244,7 @@ class VllmEngine(RankControl):
             await self._llm.engine_core.call_utility_async("midstream_end", ends)
         except Exception as error:
             if not self._stopping and not self._llm.errored:
-                self._broken = f"the engine core could not be told where {len(ends)} requests end: {error}"
+                self._broken = f"the ends of requests could not be reported to the engine core (count: {len(ends)}): {error}"
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         try:

@@ -34,7 +34,7 @@ class Miscount:
 
     def __str__(self) -> str:
         what = f"{_WHAT[self.column]} at {self.site.hook} of layer {self.site.layer}"
-        return f"step {self.step} planned {self.expected} {what}, and {self.found} were executed"
+        return f"step {self.step}, {what}: {self.expected} planned, {self.found} counted"
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ FLUSH_S = 5.0
 
 _TAINTED = "its cached prefix was computed by a request whose intervention failed"
 _TAINTING = "its cached prefix is being computed by a request whose intervention failed"
-_IDLE = "internal error: its rows are not where the scheduler said: the step's forward runs without hook sites"
+_IDLE = "internal error: its rows are not where the scheduler said: the step's forward pass runs without hook sites"
 _BEGAN_ANEW = "the worker's ranks were resynced while the request ran: its steering cannot be verified"
 
 

@@ -34,7 +34,7 @@ class RowStore:
 
     def serve(self, number: int, recording: Recording, first: int, stop: int) -> None:
         """Give a recording the kept rows. Raises LookupError when they are not there."""
-        lost = f"the rows of positions {first} to {stop - 1}, served by the prefix cache, are no longer stored"
+        lost = f"the rows of positions {first} to {stop - 1}, served by the prefix cache, are not available"
         if number not in self._kept:
             raise LookupError(lost)
         try:

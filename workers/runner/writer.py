@@ -249,7 +249,7 @@ def _note(report: _Report, capture: FinishedCapture, by_name: Mapping[str, Outco
         (report.failed if fatal else report.missing).append(f"{capture.capture.tag}: consumer {name} failed: {error}")
     if capture.dropped:
         some = ", ".join(map(str, capture.dropped[:_POSITIONS])) + (", …" if len(capture.dropped) > _POSITIONS else "")
-        report.missing.append(f"{capture.capture.tag}: rows of {len(capture.dropped)} positions were dropped under overload: {some}")
+        report.missing.append(f"{capture.capture.tag}: positions dropped under overload: {some} ({len(capture.dropped)} in total)")
 
 
 def _cut(message: str) -> str:

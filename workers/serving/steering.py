@@ -420,7 +420,7 @@ class SteeringReconciler:
     def _complain(self, why: str) -> None:
         """An ERROR, but not more often than `desync_log_s`: whatever is wrong may be wrong with every request."""
         if time.monotonic() - self._complained < self._settings.desync_log_s:
-            logger.info("ranks diverged again (%d times since the start): %s", self.desyncs, why)
+            logger.info("ranks diverged again (count since the start: %d): %s", self.desyncs, why)
             return
         self._complained = time.monotonic()
         logger.error("ranks diverged; no job begins until they are resynced: %s", why)

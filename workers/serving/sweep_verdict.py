@@ -35,7 +35,7 @@ def refusal(told: Sequence[Receipt]) -> str:
 
 def _short(receipt: Receipt) -> str:
     dropped = sum(len(file.dropped) for file in receipt.files)
-    return f"{dropped} positions were dropped under overload" if dropped else "no reason given"
+    return f"positions were dropped under overload (count: {dropped})" if dropped else "no reason given"
 
 
 def _check(receipts: Sequence[Receipt], world: int) -> None:

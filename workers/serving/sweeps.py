@@ -145,7 +145,7 @@ class SweepAttempt:
         there = await patiently(lambda: self._sweeps.records(job), f"units of {job}")
         lost = [record for number, record in self._records.items() if number not in there]
         if lost:
-            logger.warning("storing %d units of %s again: the ledger had lost them", len(lost), job)
+            logger.warning("storing again the units that the ledger had lost (count: %d, job: %s)", len(lost), job)
             await self._keep((record, self._units.cell(record.unit) or Unit(record.unit, "base", 0)) for record in lost)
 
     async def _emit(self, kind: EventKind, told: SweepStart | SweepSummary) -> None:
