@@ -51,6 +51,7 @@ OPENS: dict[str, str] = {
     "workers/engine/identity.py": "the lock of a worker id",
     "workers/engine/vllm_options.py": "vLLM's logging options",
     "workers/runner/host_memory.py": "memory without a file",
+    "workers/runner/process.py": "/proc",
     "workers/runner/slabs.py": "rows that wait on the disk before they are captures",
 }
 #: Modules that name the capture root without opening a store: to show it, or to hand it to a rank.

@@ -97,7 +97,8 @@ class DataPlane:
         self._slabs_floor = queue_bytes
         curve = client_keys(config.curve_secret_file, config.curve_server_key)
         self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up, curve=curve)
-        begin = partial(begin_helper, buffers.ring.device, len(config.cores))
+        device = buffers.ring.device
+        begin = partial(begin_helper, device, device.type == "cpu" and torch.get_num_threads() >= len(config.cores))
         self._writer = make_writer(config, place.rank, self._outbox, self.faults.of_write, begin)
         self._reports = Reports(
             config, place, self._writer, self.actions, hidden_size=self._hidden_size, dtype=self._dtype, num_layers=num_layers

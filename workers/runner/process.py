@@ -46,15 +46,14 @@ def threads_elsewhere(cores: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, bound)
 
 
-def begin_helper(device: torch.device, cores: int) -> None:
-    """To be called first in a helper thread of a rank. `device`: the rank's; `cores`: how many all processes may use.
+def begin_helper(device: torch.device, gives_way: bool) -> None:
+    """To be called first in a helper thread of a rank. `device`: the rank's, as a new thread would open a context on the first one.
 
-    A new thread would open a context on the first accelerator. And where the model's threads use all cores, helpers give way: a thread of
-    the model that is interrupted makes the others wait for it.
+    `gives_way`: to the model's threads, because they use all cores; a thread of theirs that is interrupted makes the others wait for it.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif device.type == "cpu" and torch.get_num_threads() >= cores:
+    if gives_way:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
