@@ -167,7 +167,7 @@ class Codec:
 
     def _check_characters(self, index: int, characters: int) -> None:
         if characters > self._most_characters:
-            detail = f"has {characters} characters, more than the model's limit of {self._limit} tokens can hold"
+            detail = f"has {characters} characters, more than can fit in the model's limit of {self._limit} tokens"
             raise TooLong(index, None, detail)
 
     def map_text(self, text: str, ids: Sequence[int], *, special_tokens: bool) -> TextMap | None:
