@@ -16,6 +16,7 @@ from midstream.schemas.ring import QUEUE_BYTES, Ring, plan_queue
 from midstream.schemas.settings import Settings
 from midstream.workers.engine import plan as module
 from midstream.workers.engine.plan import model_of, plan
+from midstream.workers.runner import prepared_rows
 from midstream.workers.runner.architectures import ARCHITECTURES, UnsupportedArchitectureError
 from midstream.workers.runner.sites import Buffers, Sizes, _buffers
 
@@ -57,6 +58,7 @@ def test_the_memory_of_buffers_is_that_of_the_buffers(config: dict[str, Any], gi
 
 def test_the_columns_are_those_of_the_kernels() -> None:
     assert (module.PLAN_COLUMNS, module.COUNTS, module.ROWS_PER_TOKEN) == (COLUMNS, COUNTS, ROWS_PER_TOKEN)
+    assert module.KEPT_BYTES == prepared_rows.KEPT_BYTES
 
 
 def test_a_pipeline_stage_holds_its_share_of_layers_and_buffers() -> None:

@@ -17,6 +17,8 @@ from ..runner.site_costs import CASES, Machine, Shape, StepCost, step_cost
 
 #: As `kernels.plan` has them, which imports torch; a test compares.
 PLAN_COLUMNS, COUNTS, ROWS_PER_TOKEN = 16, 3, 8
+#: As `runner.prepared_rows` has it, likewise.
+KEPT_BYTES = 64 << 20
 #: Spellings in config.json → those that transformers' config classes give.
 _SPELLINGS = {
     "n_embd": "hidden_size",
@@ -214,6 +216,7 @@ def _host_memory(settings: Settings, queue: int) -> list[Memory]:
         Memory("queue", queue, "host", "captured rows that wait for the writers, page-locked on a GPU", "capture_queue_mib"),
         Memory("row store", settings.row_store_mib << 20, "host", "rows kept for prompts that the prefix cache serves", "row_store_mib"),
         Memory("vectors", settings.vector_cache_mib << 20, "host", "steering vectors", "vector_cache_mib"),
+        Memory("prepared rows", KEPT_BYTES, "host", "configurations laid out for the pool, page-locked on a GPU"),
         Memory("source runs", settings.run_cache_mib << 20, "host", "rows that patches read", "run_cache_mib"),
     ]
 
