@@ -48,7 +48,8 @@ async def list_keys(request: JsonRequest) -> KeyList:
     "/v1/keys/{key_id:str}",
     status_code=204,
     summary="Revoke a key",
-    description="Rejected everywhere within five seconds. This ends the streams and held responses that were opened with the key; its jobs continue.",
+    description="Rejected everywhere within five seconds. The streams and held responses that were opened with the key end. "
+    "The key's jobs continue.",
     responses=ERRORS,
 )
 async def revoke_key(key_id: KeyIdParameter, request: JsonRequest) -> None:

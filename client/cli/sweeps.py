@@ -34,7 +34,9 @@ def sweep(
     corrupt: Annotated[str | None, typer.Option(help="A prompt with a different answer.", **PAIR)] = None,
     answer: Annotated[str | None, typer.Option(help="The answer to --clean, usually with a leading space.", **PAIR)] = None,
     foil: Annotated[str | None, typer.Option(help="The answer to --corrupt, usually with a leading space.", **PAIR)] = None,
-    pairs: Annotated[Path | None, typer.Option(help="File with several pairs: a JSON list of objects with these fields.", **PAIR)] = None,
+    pairs: Annotated[
+        Path | None, typer.Option(help="File with several pairs: a JSON list of objects with the fields of one pair.", **PAIR)
+    ] = None,
     body: Annotated[Path | None, typer.Option(help="A whole SweepRequest as JSON instead of all options.", **PAIR)] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first model served.", **PAIR)] = None,
     hooks: Annotated[

@@ -96,7 +96,7 @@ REFUSED: Mapping[str, tuple[Rule, ...]] = {
 
 _DROPOUT = "dropout: nothing is dropped outside training"
 _HEAD = "of a classification head"
-_TRAINING = "a loss or noise of training"
+_TRAINING = "loss or noise in training only"
 _EXPERTS = "of a model with experts, or with latent attention"
 _ELSEWHERE = "of another class in the same file"
 #: Field, or `architecture.field` → why it changes no number although one library alone reads it.
@@ -129,7 +129,7 @@ IRRELEVANT: Mapping[str, str] = {
     "dtype": "the setting `dtype` decides",
     "get_text_config": "gives the config itself",
     "target_layer_count": "of a draft model",
-    "n_layer": "GPT-2's name of num_hidden_layers",
+    "n_layer": "GPT-2's name for num_hidden_layers",
     "max_window_layers": "transformers reads it in the config class, and gives `layer_types`; vLLM refuses windows in some layers only",
     "layer_types": "says which layers have the window that `sliding_window` sets; without one it changes nothing",
     "Qwen2ForCausalLM.sliding_window": "vLLM reads it in `ModelConfig`",
