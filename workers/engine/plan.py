@@ -290,7 +290,7 @@ def _limits(
         )
     found.append(
         f"steering_entries: {settings.steering_entries} vectors at a time; a lowrank of rank {MAX_RANK} takes {2 * MAX_RANK} of them, so "
-        f"{settings.steering_entries // (2 * MAX_RANK)} of those at most"
+        f"at most {settings.steering_entries // (2 * MAX_RANK)} such lowranks fit"
     )
     memory = settings.memory_limit_kib * 1024 // model.row_bytes
     found.append(f"memory_limit_kib: a response holds at most {memory} rows of one prompt (consumer memory)")
