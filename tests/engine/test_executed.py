@@ -8,7 +8,7 @@ from tiny import LAYERS
 LAST = LAYERS - 1
 
 
-@pytest.mark.parametrize("engine", ["v1", "compiled"])
+@pytest.mark.parametrize("engine", ["v1", pytest.param("compiled", marks=pytest.mark.long)])
 def test_a_site_that_did_not_capture_fails_those_who_capture_there(engine: str, request: pytest.FixtureRequest) -> None:
     host: Host = request.getfixturevalue(engine)
     here = host.job(prompt_of(80, seed=600), max_tokens=3, capture=capture_of([0, LAST], "all"))
@@ -23,7 +23,7 @@ def test_a_site_that_did_not_capture_fails_those_who_capture_there(engine: str, 
     assert [host.receipts(job)[0].status for job in (elsewhere, edited)] == ["ok", "ok"]
 
 
-@pytest.mark.parametrize("engine", ["v1", "compiled"])
+@pytest.mark.parametrize("engine", ["v1", pytest.param("compiled", marks=pytest.mark.long)])
 def test_a_site_that_did_not_edit_fails_its_request(engine: str, request: pytest.FixtureRequest) -> None:
     host: Host = request.getfixturevalue(engine)
     job = host.job(prompt_of(12, seed=603), max_tokens=3, steering=[steer(host.vector(direction(2)), [0, 2], positions=[3, 4])])

@@ -93,6 +93,7 @@ def test_rows_of_cached_blocks_take_no_room_in_the_ring(small: Host, reference: 
     rows_match(small, reference, second, output)
 
 
+@pytest.mark.long
 def test_drafts_and_prompts_fit_the_ring_together(engine: Callable[..., Host], reference: Reference) -> None:
     host = engine("drafting", speculative_tokens=3, enable_prefix_caching=False)
     repeating = [(prompt_of(8, seed=60 + n) * 40)[: 250 + n] for n in range(10)]
@@ -104,6 +105,7 @@ def test_drafts_and_prompts_fit_the_ring_together(engine: Callable[..., Host], r
     host.close()
 
 
+@pytest.mark.long
 def test_rows_equal_those_of_a_ring_that_holds_the_whole_step(engine: Callable[..., Host], small: Host, reference: Reference) -> None:
     large = engine("large", capture_buffer_mib=64)
     found = []

@@ -52,6 +52,7 @@ def test_every_tried_property_is_asserted(faults: dict[str, str | None]) -> None
     assert set(faults) == {*PROPERTIES, *OWN}
 
 
+@pytest.mark.long
 def test_the_kernels_compile_once_per_dtype_and_width_for_two_gpu_generations(tmp_path: Path) -> None:
     """A compilation that depends on the number of tokens or of sites could fall into the capture of a graph."""
     answer = _in_its_own_process(str(TESTS / "site_compiler.py"), TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
