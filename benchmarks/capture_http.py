@@ -94,7 +94,7 @@ def main() -> None:
             for max_tokens in options.max_tokens:
                 checked = {name: captured(hooks, max_tokens, check=True)[1] for name, hooks in sets.items()}
                 seconds: dict[str, list[float]] = {name: [] for name in sets}
-                disk: dict[str, list[float]] = {name: [0.0] for name in sets}
+                disk: dict[str, list[float]] = {name: [] for name in sets}
                 for _ in range(options.rounds):
                     for name, hooks in sets.items():
                         took, results = captured(hooks, max_tokens, check=False)
@@ -112,7 +112,7 @@ def main() -> None:
                         "to_none": round(statistics.median(c / n for c, n in zip(took, seconds["none"], strict=True)), 3)
                         if "none" in seconds
                         else None,
-                        "dd_s": round(statistics.median(disk[name][1:] or disk[name]), 3),
+                        "dd_s": round(statistics.median(disk[name] or [0.0]), 3),
                         "mib": round(sum(result["bytes"] for result in checked[name]) / (1 << 20)),
                         "rows": sum(result["rows"] for result in checked[name]),
                     }

@@ -1,5 +1,7 @@
 """A site that does not run in a real forward fails the requests that it concerns, and no other."""
 
+import re
+
 import pytest
 from host import Host, capture_of, prompt_of, steer
 from test_modes import direction
@@ -18,8 +20,7 @@ def test_a_site_that_did_not_capture_fails_those_who_capture_there(engine: str, 
     host.run_together(here, elsewhere, edited)
     receipt = host.receipts(here)[0]
     assert (receipt.status, receipt.kind, receipt.files) == ("error", "capture_failed", [])
-    assert f"rows captured before edits at post_block of layer {LAST}: " in receipt.message
-    assert " planned, 0 counted" in receipt.message
+    assert re.search(rf"rows captured before edits at post_block of layer {LAST}: \d+ planned, 0 counted", receipt.message)
     assert [host.receipts(job)[0].status for job in (elsewhere, edited)] == ["ok", "ok"]
 
 
