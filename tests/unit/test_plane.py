@@ -1,11 +1,14 @@
 """Every request that asked for something gets one receipt, whatever happens to it; nothing that goes wrong leaves the rank."""
 
 import contextlib
+import os
+import threading
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from capture_kit import source_run, values
 from plane_kit import VECTOR, Rig, capturing, for_everyone, run, spec_of, steered, template
 from rank_kit import HIDDEN, Request, steering, stream_of
@@ -340,3 +343,22 @@ def test_a_long_capture_does_not_retain_others_slabs(tmp_path: Path) -> None:
     rig.step(finished=[long])
     assert [receipt.status for receipt in rig.receipts()] == ["ok"]
     assert (rig.reader(long).array(1) == stream_of(0, "post_block", 1, 0, 399)).all()
+
+
+@pytest.mark.parametrize(("threads", "nice"), [(1, 10), (0, 0)])
+def test_writers_and_mover_give_way_where_the_model_uses_all_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, nice: int
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # the rig's rank may use one core
+    before = {thread.native_id for thread in threading.enumerate()}
+    rig = Rig(tmp_path)
+    begun = threading.Event()
+    rig.plane._writer.stream(begun.set, 0)  # a writer begins before it writes
+    assert begun.wait(10)
+    assert rig.plane._mover.submit(lambda: True).result(10)
+    found = {
+        thread.name: os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)
+        for thread in threading.enumerate()
+        if thread.native_id not in before and thread.name.startswith(("midstream-writer", "midstream-mover"))
+    }
+    assert found == dict.fromkeys(("midstream-writer-0", "midstream-mover"), os.getpriority(os.PRIO_PROCESS, 0) + nice)
