@@ -332,8 +332,6 @@ def resolve_patches(
 
     Raises a 400 naming the field.
     """
-    if specs and bounds.model.multimodal:
-        raise invalid("patch", f"{bounds.model.name!r} is a multimodal model: its prompts cannot be patched")
     runs_of(specs)
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
     total, masks = 0, {""}

@@ -96,8 +96,6 @@ async def plan_sweep(
 
 
 def _check_model(model: ModelInfo) -> None:
-    if model.multimodal:
-        raise invalid("model", f"{model.name!r} is a multimodal model: its prompts cannot be patched")
     if not model.grades:
         raise invalid("model", f"the worker of {model.name!r} cannot return log-probabilities of single tokens, so it runs no sweeps")
 

@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -26,7 +27,7 @@ import msgspec
 from host import DEFAULTS, NO_RELAY, Host
 
 from midstream.schemas.base import from_json, to_json
-from midstream.schemas.settings import Settings, to_environment
+from midstream.schemas.settings import Settings, load_settings, to_environment
 from midstream.schemas.tensors import Tensor
 from midstream.workers.runner.process import die_with_parent
 
@@ -214,16 +215,18 @@ class InprocLLM:
         self._thread.submit(self._llm.engine_core.shutdown).result()
 
 
-def know_models() -> None:
-    """Let vLLM inspect the classes of our architectures here; by itself it starts a Python process for each."""
+def know_models(names: Iterable[str]) -> None:
+    """Let vLLM inspect the classes of these architectures here; by itself it starts a Python process for each."""
     from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
 
-    from midstream.workers.runner.architectures import ARCHITECTURES, BACKEND_CLASS
-
-    for name in (*ARCHITECTURES, BACKEND_CLASS):
+    for name in names:
         model = ModelRegistry.models.get(name)
         if isinstance(model, _LazyRegisteredModel):
             ModelRegistry.register_model(name, model.load_model_cls())
+
+
+def architectures_of(checkpoint: Path) -> list[str]:
+    return list(json.loads((checkpoint / "config.json").read_text()).get("architectures") or [])
 
 
 def main() -> None:
@@ -233,9 +236,12 @@ def main() -> None:
     import engine_process
 
     import midstream.workers.engine.vllm as hosting
+    from midstream.workers.engine.no_torchvision import stand_in
+    from midstream.workers.runner.architectures import ARCHITECTURES, BACKEND_CLASS
 
+    stand_in()
     hosting.AsyncLLM = InprocLLM  # type: ignore[attr-defined, assignment, misc]
-    know_models()
+    know_models((*ARCHITECTURES, BACKEND_CLASS))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended
     for line in iter(sys.stdin.readline, ""):
         birth = from_json(line, Birth)
@@ -251,6 +257,7 @@ def main() -> None:
         os.environ.update(birth.environment)
         sys.stdin = open(birth.commands)  # noqa: SIM115 - as long as the process
         channel = open(birth.answers, "wb", buffering=0)  # noqa: SIM115
+        know_models(architectures_of(Path(load_settings().model)))
         try:
             asyncio.run(engine_process.serve(functools.partial(_answer, channel)))
         except BaseException:

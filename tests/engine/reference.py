@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 HOOKS = ("pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block")
 
@@ -122,6 +122,10 @@ _NEOX = _pre_norm("attention")
 
 def _layout(config: Any) -> Layout:
     """Where transformers has the hook points of this model."""
+    text = config.get_text_config()
+    if text is not config:
+        below = "model.text_model.layers" if config.model_type in ("idefics3", "smolvlm") else "model.language_model.layers"
+        return _layout(text)._replace(layers=below)
     match config.model_type:
         case "gpt2":
             return Layout("transformer.h", _pre_norm("attn", "ln_2"))
@@ -144,7 +148,9 @@ class Reference:
     """transformers on a checkpoint, in `dtype`."""
 
     def __init__(self, path: Path, dtype: torch.dtype = torch.float32):
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+        takes_images = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+        kind: Any = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+        self._model = kind.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
         layout = _layout(self._model.config)
         self._points = layout.points
         self._layers = self._model.get_submodule(layout.layers)
@@ -152,8 +158,12 @@ class Reference:
         #: Experts are chosen per token: where two are almost equally good, rounding decides.
         self.has_router = any(getattr(self._model.config, name, None) for name in ("num_experts", "num_local_experts"))
 
-    def rows(self, token_ids: list[int], edits: Iterable[Edit] = (), at: str = "before") -> dict[tuple[str, int], np.ndarray]:
+    def rows(
+        self, token_ids: list[int], edits: Iterable[Edit] = (), at: str = "before", images: Mapping[str, Any] | None = None
+    ) -> dict[tuple[str, int], np.ndarray]:
         """(hook, layer) → rows `[tokens, hidden]` float32, `before` or `after` the edits of that place.
+
+        `images`: what transformers' processor makes of a prompt's images, beside the token ids.
 
         `self.logits` are those of the run, `[tokens, vocabulary]` float32.
         """
@@ -173,7 +183,8 @@ class Reference:
                     handles.append(module.register_forward_hook(_on_output(look)))
         try:
             with torch.no_grad():
-                self.logits = self._model(torch.tensor([token_ids]), use_cache=False).logits[0].float().numpy()
+                output = self._model(input_ids=torch.tensor([token_ids]), use_cache=False, **(images or {}))
+                self.logits = output.logits[0].float().numpy()
         finally:
             for handle in handles:
                 handle.remove()

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import tiny_vision
 from fidelity_page import PAGE, WAYS, hooks_of, parse, read_page
 from tiny import CHECKPOINTS, REFUSED
 from tolerances import FIDELITY
@@ -14,6 +15,11 @@ from midstream.workers.runner.architectures import ARCHITECTURES, BACKEND_CLASS,
 
 def adapter(name: str):
     made = (CHECKPOINTS | REFUSED)[name]
+    return describe(made.architecture, made.hf_config())
+
+
+def vision(name: str):
+    made = (tiny_vision.CHECKPOINTS | tiny_vision.REFUSED)[name]
     return describe(made.architecture, made.hf_config())
 
 
@@ -49,6 +55,14 @@ def test_the_backends_class_is_looked_up_by_what_its_config_says() -> None:
 def test_widths_and_depths_come_from_the_text_config() -> None:
     for name in CHECKPOINTS:
         assert (adapter(name).hidden_size, adapter(name).num_layers) == (64, 4)
+
+
+def test_a_model_that_takes_images_has_the_hooks_of_its_language_model() -> None:
+    made = vision("qwen2.5-vl")
+    assert (made.architecture, made.variant) == ("Qwen2_5_VLForConditionalGeneration", adapter("qwen2").variant)
+    assert not vision("qwen3-vl").variant.hands_on  # something is added between its layers
+    with pytest.raises(UnsupportedArchitectureError, match="use_bidirectional_attention=True is not served"):
+        vision("paligemma")
 
 
 def test_nothing_is_deferred_before_the_first_layer() -> None:

@@ -340,10 +340,6 @@ def test_a_module_that_is_not_one_vector_is_no_source(specs: list[SteeringSpec],
     assert (found.field, words in found.detail) == ("patch[0].source.module", True), found
 
 
-def test_a_multimodal_model_is_not_patched() -> None:
-    assert refused(patch(), multimodal=True).field == "patch"
-
-
 # --- How much --------------------------------------------------------------------------------------------------------------
 
 

@@ -209,7 +209,6 @@ SPAN = {"name": "s", "clean": [1]}
         ([pair()], {"layers": "0-4"}, "layers", "out of range"),
         ([pair()], {"mask": "0-8"}, "mask", "dimension 8 is out of range"),
         ([pair()], {"info": model(grades=False)}, "model", "log-probabilities"),
-        ([pair()], {"info": model(multimodal=True)}, "model", "is a multimodal model"),
         # prompts and answers
         ([pair(clean="")], {}, "pairs[0].clean", "is empty"),
         ([pair(corrupt=[2, 99])], {}, "pairs[0].corrupt[1]", "outside the vocabulary"),

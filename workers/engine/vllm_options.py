@@ -13,6 +13,7 @@ from ...broker.ops.private_files import private_folder
 from ...schemas.base import to_json
 from ...schemas.settings import Settings
 from ..runner.architectures import check_name
+from . import no_torchvision
 
 #: Draft tokens are looked up in the prompt by its last 4 to 2 tokens.
 _NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -39,6 +40,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         "enable_prefix_caching": settings.enable_prefix_caching,
         "num_gpu_blocks_override": settings.num_gpu_blocks,
         "disable_log_stats": True,
+        "language_model_only": True,  # of a model that takes images; others ignore it
         "generation_config": "vllm",  # sampling comes from the job, never from a file next to the weights
     }
     if settings.executor != "auto":
@@ -81,8 +83,9 @@ def check_architecture(model: str) -> None:
         config, _ = PretrainedConfig.get_config_dict(model)
     except (OSError, ValueError):
         return
+    text = config.get("text_config")
     for architecture in (config.get("architectures") or [])[:1]:
-        check_name(architecture)
+        check_name(architecture, text.get("model_type") if isinstance(text, dict) else None)
 
 
 def scheduler_class(config: VllmConfig) -> str:
@@ -100,6 +103,7 @@ def prepare_environment(settings: Settings) -> None:
     """Set the environment that vLLM reads, before its processes start."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    no_torchvision.stand_in()
     if settings.log_format == "json":
         os.environ["VLLM_LOGGING_CONFIG_PATH"] = _logging_config(settings)
     runner = settings.runner

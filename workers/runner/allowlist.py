@@ -72,7 +72,7 @@ RULES = (
     Rule("lora_config", (None,), "adapters change a request's rows without changing its steering digest, which is untested"),
     Rule("model_config.runner_type", ("generate",), "requests that do not generate have no end to report"),
     Rule("model_config.is_encoder_decoder", (False,), "an encoder-decoder model has two streams"),
-    Rule("model_config.is_multimodal_model", (False,), "positions of images have no tokens"),
+    Rule("model_config.multimodal_config.language_model_only", (True,), "positions of images have no tokens"),
     Rule("model_config.enable_prompt_embeds", (False,), "positions given as embeddings have no tokens"),
     Rule(
         "model_config.disable_cascade_attn", (True,), "a common prefix would be computed once for a batch: other requests change the bits"

@@ -6,7 +6,7 @@ How to add an architecture: `docs/architectures.md`.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ...schemas.errors import MidstreamError
@@ -41,7 +41,7 @@ Taps = dict[Hook, Tap]
 class Variant:
     """An architecture, as far as its HF config says `when`."""
 
-    layers: str  # attribute path of the decoder layers in vLLM's model
+    layers: str  # attribute path of the decoder layers in vLLM's language model
     taps: Taps = field(default_factory=dict)
     absent: Mapping[Hook, str] = field(default_factory=dict)  # hook that does not exist → why
     backend: bool = False  # served by vLLM's Transformers backend, on transformers' own module
@@ -68,7 +68,7 @@ class Adapter:
 
     @property
     def layers(self) -> str:
-        """Attribute path of the decoder layers in vLLM's model."""
+        """Attribute path of the decoder layers in vLLM's language model, see `sites.language_model`."""
         return self.variant.layers
 
     def tap(self, hook: Hook, layer: int) -> Tap:
@@ -184,13 +184,36 @@ ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
 }
 #: What vLLM calls the class that serves them through its Transformers backend.
 BACKEND_CLASS = "TransformersForCausalLM"
+#: `model_type` of the text config of a model that takes images → the architecture of its language model, whose entry counts.
+LANGUAGE_MODELS: Mapping[str, str] = {
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+}
+#: Those that rotate by three positions of a token: in time, height and width of an image.
+THREE_POSITIONS = frozenset({"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"})
+#: Those whose stream gets what the image encoder's layers found between the first layers ("deepstack"): they are not `hands_on`.
+DEEPSTACK = frozenset({"qwen3_vl_text"})
 
 
-def check_name(architecture: str) -> None:
-    """Raises UnsupportedArchitectureError with the list of what is supported."""
-    if architecture not in ARCHITECTURES:
+def check_name(architecture: str, text_type: str | None = None) -> None:
+    """Raises UnsupportedArchitectureError with the list of what is supported. `text_type`: `model_type` of the text config, if there is one."""
+    if _language_model(architecture, text_type) not in ARCHITECTURES:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedArchitectureError(f"architecture {architecture} is not supported; supported: {supported}")
+
+
+def _language_model(architecture: str, text_type: str | None) -> str:
+    """The entry of a model: its own, or that of its language model if its config has one for text."""
+    return architecture if architecture in ARCHITECTURES or text_type is None else LANGUAGE_MODELS.get(text_type, architecture)
 
 
 def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapter:
@@ -202,15 +225,19 @@ def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapt
     """
     if architecture == BACKEND_CLASS:
         architecture = (hf_config.architectures or [architecture])[0]
-    check_name(architecture)
     config = hf_config.get_text_config()
-    for variant in ARCHITECTURES[architecture]:
+    text_type = None if config is hf_config else config.model_type
+    check_name(architecture, text_type)
+    language_model = _language_model(architecture, text_type)
+    for variant in ARCHITECTURES[language_model]:
         if all(getattr(config, name) == value for name, value in variant.when.items()):
             if variant.refused:
                 raise UnsupportedArchitectureError(f"{architecture}: {variant.refused}")
             try:
-                found = caveats(architecture, config, max_model_len, backend=variant.backend)
+                found = caveats(language_model, config, max_model_len, backend=variant.backend, sections=text_type in THREE_POSITIONS)
             except DifferentNumbersError as error:
                 raise UnsupportedArchitectureError(f"{architecture}: {error}") from error
+            if text_type in DEEPSTACK:
+                variant = replace(variant, hands_on=False)
             return Adapter(architecture, variant, config.hidden_size, config.num_hidden_layers, found)
     raise UnsupportedArchitectureError(f"{architecture}: no supported variant matches this configuration")

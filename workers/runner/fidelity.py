@@ -163,6 +163,8 @@ ROPE_KEYS = frozenset(
         "long_factor",
     )
 )  # fmt: skip
+#: Of models that rotate by three positions of a token, those of an image's: how many pairs of dimensions each has, and in what order.
+_SECTIONS = frozenset(("mrope_section", "mrope_interleaved"))
 #: Other spellings that the config classes keep and no code reads.
 _ROPE_REST = frozenset(("type",))
 
@@ -171,11 +173,11 @@ _ROPE_REST = frozenset(("type",))
 _PARTLY_ROTATED = frozenset({"Phi3ForCausalLM"})
 
 
-def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool) -> tuple[str, ...]:
+def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool, sections: bool = False) -> tuple[str, ...]:
     """In what the rows of a served model differ from transformers', as sentences; mostly nothing.
 
     `config`: transformers' text config; `max_model_len`: tokens, prompt and generated; `backend`: served by vLLM's Transformers
-    backend. Raises DifferentNumbersError for a configuration that is not served.
+    backend; `sections`: transformers' model rotates by three positions too. Raises DifferentNumbersError for a configuration that is not served.
     """
     for rule in (*EVERYWHERE, *REFUSED[architecture]):
         value = getattr(config, rule.field, None)
@@ -186,7 +188,7 @@ def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool
     for rope in _ropes(config):
         if not backend and architecture not in _PARTLY_ROTATED and rope.get("partial_rotary_factor") not in (None, 1.0):
             raise DifferentNumbersError("rope_parameters: partial_rotary_factor is not served: transformers' model rotates whole heads")
-        found += _of_rope(rope, config, max_model_len, backend)
+        found += _of_rope(rope, config, max_model_len, backend, ROPE_KEYS | _SECTIONS if sections else ROPE_KEYS)
     return tuple(dict.fromkeys(found))
 
 
@@ -199,12 +201,12 @@ def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
         yield parameters
 
 
-def _of_rope(rope: Mapping[str, Any], config: Any, max_model_len: int, backend: bool) -> Iterator[str]:
+def _of_rope(rope: Mapping[str, Any], config: Any, max_model_len: int, backend: bool, keys: frozenset[str]) -> Iterator[str]:
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise DifferentNumbersError(f"rope_parameters: the rope_type {kind!r} is not served; served: {', '.join(ROPE_TYPES)}")
-    if unknown := sorted(rope.keys() - ROPE_KEYS - _ROPE_REST):
-        raise DifferentNumbersError(f"rope_parameters: {unknown[0]} is not served; served: {', '.join(sorted(ROPE_KEYS))}")
+    if unknown := sorted(rope.keys() - keys - _ROPE_REST):
+        raise DifferentNumbersError(f"rope_parameters: {unknown[0]} is not served; served: {', '.join(sorted(keys))}")
     if kind == "dynamic" and max_model_len > config.max_position_embeddings:
         raise DifferentNumbersError(
             f"rope_parameters: with rope_type 'dynamic' vLLM computes only prompts of up to max_position_embeddings tokens as "

@@ -83,7 +83,7 @@ def install(
     is traced, or a graph is captured from it, so that every op must be in it, and none begins above the first layer. Raises
     UnsupportedArchitectureError when a hook does not exist or the model is not built as the adapter says.
     """
-    if type(model).__module__.startswith(BACKEND_MODULE) != adapter.variant.backend:
+    if type(language_model(model)).__module__.startswith(BACKEND_MODULE) != adapter.variant.backend:
         served = "is" if not adapter.variant.backend else "is not"
         raise UnsupportedArchitectureError(
             f"{adapter.architecture} {served} served by vLLM's Transformers backend: this is not supported for this architecture"
@@ -146,13 +146,26 @@ def _lead(sites: Sequence[Site], adapter: Adapter, hooks: Sequence[Hook], *, nex
 
 def _read_between_layers(model: nn.Module, adapter: Adapter) -> bool:
     """Whether the model keeps what lies between some layers (for EAGLE-3): it must not see the edits of the layer behind."""
-    return bool(getattr(_submodule(model, adapter.layers.rpartition(".")[0], adapter), "aux_hidden_state_layers", ()))
+    return bool(getattr(_decoder(model, adapter), "aux_hidden_state_layers", ()))
+
+
+def language_model(model: nn.Module) -> nn.Module:
+    """The part of vLLM's model that generates text: of a model that takes images the one below it, else the model."""
+    below: Any = model
+    return below.get_language_model() if getattr(model, "supports_multimodal", False) else below  # type: ignore[no-any-return]
 
 
 def held_layers(model: nn.Module, adapter: Adapter) -> list[tuple[int, nn.Module]]:
     """(absolute number, decoder layer) of those that this rank holds; those of other pipeline stages are placeholders."""
-    layers = _submodule(model, adapter.layers, adapter)
+    layers = _submodule(_decoder(model, adapter), adapter.layers.rpartition(".")[2], adapter)
     return [(number, layer) for number, layer in enumerate(layers) if not isinstance(layer, nn.Identity)]
+
+
+def _decoder(model: nn.Module, adapter: Adapter) -> nn.Module:
+    """The module whose forward runs the decoder layers. Some language models are that alone, and their head is above."""
+    below, (path, _, layers) = language_model(model), adapter.layers.rpartition(".")
+    decoder: nn.Module = below if hasattr(below, layers) else _submodule(below, path, adapter)
+    return decoder
 
 
 def _submodule(module: nn.Module, path: str, adapter: Adapter) -> Any:

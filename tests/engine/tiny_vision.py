@@ -1,0 +1,143 @@
+"""Small random checkpoints whose language model takes images: 4 layers, hidden 64, fp32, a vision tower of two layers.
+
+`python tests/engine/tiny_vision.py FOLDER [NAME …]` writes them.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from tiny import _GROUPED, WINDOW, Checkpoint
+
+_TEXT: dict[str, Any] = _GROUPED | {"head_dim": 32}
+_VISION: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "initializer_range": 0.15,
+}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+_QWEN_TOKENS = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
+_QWEN2_VISION = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14, "spatial_merge_size": 2}
+_QWEN25_VISION = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "window_size": 56,
+    "fullatt_block_indexes": [1],
+}
+_QWEN3_VISION = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "deepstack_visual_indexes": [0, 1],
+    "num_position_embeddings": 64,
+}
+
+
+def _vision(name: str, config: str, text: dict[str, Any], vision: dict[str, Any], **options: Any) -> Checkpoint:
+    shared = {"tie_word_embeddings": False, "text_config": text, "vision_config": vision}
+    return Checkpoint(f"{name}ForConditionalGeneration", f"{config}Config", shared | options)
+
+
+def _narrow(model_type: str, **options: Any) -> dict[str, Any]:
+    return _GROUPED | {"model_type": model_type, "num_attention_heads": 2, "num_key_value_heads": 1} | options
+
+
+CHECKPOINTS: dict[str, Checkpoint] = {
+    "llava": _vision(
+        "Llava", "Llava", _TEXT | {"model_type": "llama"}, _VISION | {"model_type": "clip_vision_model"}, image_token_index=500
+    ),
+    "mistral3": _vision(
+        "Mistral3",
+        "Mistral3",
+        _TEXT | {"model_type": "mistral"},
+        _VISION | {"model_type": "pixtral", "head_dim": 32},
+        image_token_index=500,
+    ),
+    "gemma3": _vision(
+        "Gemma3",
+        "Gemma3",
+        _TEXT
+        | {"model_type": "gemma3_text", "query_pre_attn_scalar": 32, "sliding_window": WINDOW, "tie_word_embeddings": True}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        _VISION | {"model_type": "siglip_vision_model"},
+        image_token_index=500,
+        boi_token_index=502,
+        eoi_token_index=503,
+        mm_tokens_per_image=4,
+        tie_word_embeddings=True,
+    ),
+    "qwen2-vl": _vision("Qwen2VL", "Qwen2VL", _narrow("qwen2_vl_text", **_MROPE), _QWEN2_VISION, **_QWEN_TOKENS),
+    "qwen2.5-vl": _vision("Qwen2_5_VL", "Qwen2_5_VL", _narrow("qwen2_5_vl_text", **_MROPE), _QWEN25_VISION, **_QWEN_TOKENS),
+    "qwen3-vl": _vision("Qwen3VL", "Qwen3VL", _TEXT | {"model_type": "qwen3_vl_text"} | _MROPE, _QWEN3_VISION, **_QWEN_TOKENS),
+    "idefics3": _vision(
+        "Idefics3",
+        "Idefics3",
+        _TEXT | {"model_type": "llama"},
+        _VISION | {"model_type": "idefics3_vision"},
+        image_token_id=500,
+        scale_factor=2,
+        pad_token_id=None,
+    ),
+    "smolvlm": _vision(
+        "SmolVLM",
+        "SmolVLM",
+        _TEXT | {"model_type": "llama"},
+        _VISION | {"model_type": "smolvlm_vision"},
+        image_token_id=500,
+        scale_factor=2,
+        pad_token_id=None,
+    ),
+    "internvl": _vision(
+        "InternVL",
+        "InternVL",
+        _narrow("qwen2"),
+        _VISION | {"model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]},
+        image_token_id=500,
+        downsample_ratio=0.5,
+    ),
+    "llava-next": _vision(
+        "LlavaNext", "LlavaNext", _TEXT | {"model_type": "llama"}, _VISION | {"model_type": "clip_vision_model"}, image_token_index=500
+    ),
+    "llava-onevision": _vision(
+        "LlavaOnevision",
+        "LlavaOnevision",
+        _narrow("qwen2"),
+        _VISION | {"model_type": "siglip_vision_model"},
+        image_token_index=500,
+        video_token_index=501,
+    ),
+}
+#: Served by nothing: every token of a prompt attends to all others.
+REFUSED: dict[str, Checkpoint] = {
+    "paligemma": _vision(
+        "PaliGemma",
+        "PaliGemma",
+        _TEXT | {"model_type": "gemma", "tie_word_embeddings": True},
+        _VISION | {"model_type": "siglip_vision_model", "projection_dim": 64},
+        image_token_index=500,
+        projection_dim=64,
+        hidden_size=64,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def checkpoint(name: str, path: Path) -> Path:
+    """Write the named checkpoint to `path`, unless it is there."""
+    return (CHECKPOINTS | REFUSED)[name].make(path)
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[2:] or CHECKPOINTS:
+        print(checkpoint(chosen, Path(sys.argv[1]) / chosen))
