@@ -205,7 +205,7 @@ DEEPSTACK = frozenset({"qwen3_vl_text"})
 
 
 def check_name(architecture: str, text_type: str | None = None) -> None:
-    """Raises UnsupportedArchitectureError with the list of what is supported. `text_type`: `model_type` of the text config, if there is one."""
+    """Raises UnsupportedArchitectureError with the list of what is supported. `text_type`: `model_type` of a text config, if any."""
     if _language_model(architecture, text_type) not in ARCHITECTURES:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedArchitectureError(f"architecture {architecture} is not supported; supported: {supported}")

@@ -177,7 +177,7 @@ def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool
     """In what the rows of a served model differ from transformers', as sentences; mostly nothing.
 
     `config`: transformers' text config; `max_model_len`: tokens, prompt and generated; `backend`: served by vLLM's Transformers
-    backend; `sections`: transformers' model rotates by three positions too. Raises DifferentNumbersError for a configuration that is not served.
+    backend; `sections`: transformers' model rotates by three positions too. Raises DifferentNumbersError for one that is not served.
     """
     for rule in (*EVERYWHERE, *REFUSED[architecture]):
         value = getattr(config, rule.field, None)

@@ -152,7 +152,7 @@ def _read_between_layers(model: nn.Module, adapter: Adapter) -> bool:
 def language_model(model: nn.Module) -> nn.Module:
     """The part of vLLM's model that generates text: of a model that takes images the one below it, else the model."""
     below: Any = model
-    return below.get_language_model() if getattr(model, "supports_multimodal", False) else below  # type: ignore[no-any-return]
+    return below.get_language_model() if getattr(model, "supports_multimodal", False) else below
 
 
 def held_layers(model: nn.Module, adapter: Adapter) -> list[tuple[int, nn.Module]]:
