@@ -17,7 +17,7 @@ class ModelInfo(Published):
     vocab_size: int
     max_model_len: int  # tokens, prompt and generated together
     dtype: str
-    hooks: list[str]
+    hooks: list[str]  # that exist
     tokenizer: str  # SHA-256 of the tokenizer bundle's bytes, the key of its blob
     tp: int = 1
     pp: int = 1
@@ -31,6 +31,7 @@ class ModelInfo(Published):
     steering_entries: int = 0  # vectors of those rows, over all sites; 0: not reported
     global_captures: list[CaptureSpec] = []  # taken of every request
     grades: bool = False  # ranks answer `RankSpec.grade`: sweeps can run
+    absent: dict[str, str] = {}  # hook that does not exist → why
     multimodal: bool = False
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint
     wire: int = 0  # of the worker, see `schemas.compatibility`

@@ -176,7 +176,6 @@ def test_a_hook_that_the_model_lacks_is_refused_by_name() -> None:
     [
         (None, "No such file"),
         ("{", "config.json"),
-        ('{"architectures": ["Bloom"]}', "Bloom is not supported"),
         ('{"architectures": ["LlamaForCausalLM"]}', "it has no 'num_hidden_layers'"),
     ],
 )

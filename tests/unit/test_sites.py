@@ -325,8 +325,6 @@ def test_a_model_with_another_structure_is_refused() -> None:
     elsewhere = Adapter("Toy", Variant("layers", {"post_attn": Tap("ln_2", "input")}), HIDDEN, 2)
     with pytest.raises(UnsupportedArchitectureError, match="does not match its adapter"):
         put(model, elsewhere, ("post_attn",))
-    with pytest.raises(UnsupportedArchitectureError, match="Transformers backend"):
-        put(model, Adapter("Toy", Variant("layers", PRE_NORM, backend=True), HIDDEN, 2))
 
 
 def test_a_hook_that_the_architecture_lacks_is_refused_by_name() -> None:

@@ -12,7 +12,7 @@ from ...schemas.interventions import FAMILIES, MAX_RANK, SCALARS
 from ...schemas.ring import Ring, plan_queue, plan_ring
 from ...schemas.selectors import HOOKS, Hook
 from ...schemas.settings import Settings
-from ..runner.architectures import ARCHITECTURES, UnsupportedArchitectureError, Variant, check_name
+from ..runner.architectures import PRE_NORM, UnsupportedArchitectureError, Variant, variant_of
 from ..runner.site_costs import CASES, Machine, Shape, StepCost, step_cost
 
 #: As `kernels.plan` has them, which imports torch; a test compares.
@@ -98,12 +98,9 @@ def model_of(config: Mapping[str, Any], dtype: str = "auto") -> Model:
     text |= {ours: text[theirs] for theirs, ours in _SPELLINGS.items() if text.get(theirs) is not None and ours not in text}
     text = _ASSUMED | text
     architecture = (config.get("architectures") or [""])[0]
-    check_name(architecture)
-    fits = (each for each in ARCHITECTURES[architecture] if all(text.get(name) == value for name, value in each.when.items()))
-    variant = next(fits, None)
-    if variant is None or variant.refused:
-        why = variant.refused if variant else "no supported variant matches this configuration"
-        raise UnsupportedArchitectureError(f"{architecture}: {why}")
+    variant = variant_of(architecture, text)
+    if not variant.known:
+        variant = Variant("", PRE_NORM)  # the layers are not loaded: most models are built like Llama
     return Model(
         architecture,
         variant,

@@ -29,7 +29,7 @@ from ...schemas.steering import GlobalSteering, RankSteering
 from ...schemas.version import __version__
 from ..runner.allowlist import check
 from ..runner.architectures import UnsupportedArchitectureError, describe
-from ..runner.config import PlaneConfig
+from ..runner.config import Found, PlaneConfig
 from ..runner.consumers import available
 from ..runner.ring_budget import CapturedRows
 from ..runner.stages import stage_layers
@@ -40,7 +40,7 @@ from .protocol import EngineRequest, Progress
 from .rank_control import RankControl, rank_steering, row_wish
 from .rank_spec import rank_spec
 from .tokenizer import tokenizer_bundle
-from .vllm_options import check_architecture, engine_options, for_platform, prepare_environment, scheduler_class, use_all_cores
+from .vllm_options import engine_options, for_platform, prepare_environment, scheduler_class, use_all_cores
 from .vllm_output import Parts, sampling_params
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,6 @@ class VllmEngine(RankControl):
             curve_server_key=settings.curve_server_key,
         )
         try:
-            await asyncio.to_thread(check_architecture, settings.model)
             asked = await asyncio.to_thread(_engine_args(settings).create_engine_config, UsageContext.ENGINE_CONTEXT)
             asked.scheduler_config.scheduler_cls = scheduler_class(asked)
             check(asked)
@@ -116,11 +115,17 @@ class VllmEngine(RankControl):
             plane.export()
             self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, asked, disable_log_stats=True)
             self.tokenizer = await asyncio.to_thread(tokenizer_bundle, settings.model)
+            found = [msgspec.convert(each, Found) for each in await self._call("midstream_found", ())]
+            if refused := next((each.refused for each in found if each.refused), ""):
+                await asyncio.to_thread(self._llm.shutdown)
+                raise UnsupportedArchitectureError(refused)
+            absent = {hook: why for each in found for hook, why in each.absent.items()}
+            hooks = [hook for hook in hooks if all(hook in each.hooks for each in found)]
         except UnsupportedArchitectureError:
             raise
         except Exception as error:
             raise MidstreamError("engine_failed", f"the engine did not start: {in_our_settings(_reason(error))}") from error
-        self.enters = settings.sweep_entry and bool(settings.enforce_eager) and "pre_attn" in hooks  # as the ranks see it
+        self.enters = all(each.enters for each in found)
         self._row_bytes = config.get_hidden_size() * config.dtype.itemsize
         self._step_rows = StepRows(plane.step_rows)
         self.info = ModelInfo(
@@ -146,6 +151,7 @@ class VllmEngine(RankControl):
             steering_entries=settings.steering_entries,
             global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks, plane.step_rows * len(self._stages)),
             grades=True,
+            absent=absent,
             multimodal=config.is_multimodal_model,
             caveats=list(adapter.caveats),
         )

@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from ...broker.ops.private_files import private_folder
 from ...schemas.base import to_json
 from ...schemas.settings import Settings
-from ..runner.architectures import check_name
 from . import no_torchvision
 
 #: Draft tokens are looked up in the prompt by its last 4 to 2 tokens.
@@ -72,20 +70,6 @@ def for_platform(settings: Settings) -> Settings:
     if settings.enforce_eager is not None:
         return settings
     return msgspec.structs.replace(settings, enforce_eager=current_platform.is_cpu())
-
-
-def check_architecture(model: str) -> None:
-    """Raises UnsupportedArchitectureError by the name in the checkpoint's config.json, before vLLM imports anything for it.
-
-    A checkpoint without that file, or a missing one, is left to vLLM's own error.
-    """
-    try:
-        config, _ = PretrainedConfig.get_config_dict(model)
-    except (OSError, ValueError):
-        return
-    text = config.get("text_config")
-    for architecture in (config.get("architectures") or [])[:1]:
-        check_name(architecture, text.get("model_type") if isinstance(text, dict) else None)
 
 
 def scheduler_class(config: VllmConfig) -> str:

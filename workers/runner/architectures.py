@@ -1,21 +1,18 @@
-"""Places of the hook points in a decoder layer: one table entry per architecture.
+"""Places of the hook points in a decoder layer: a table of architectures, and what is found in the loaded layers of all others.
 
 A tap names a module below the layer and one side of it; `sites` wraps that module when the model is loaded. Model files
-stay as they are. What is not in the table is refused at boot; a hook that an architecture does not have is refused by name.
-How to add an architecture: `docs/architectures.md`.
+stay as they are. What the table does not have is found by `layer_probe`; a hook that a model does not have is refused by name.
+See `docs/architectures.md`.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from ...schemas.errors import MidstreamError
 from ...schemas.selectors import HOOKS, Hook
 from .fidelity import DifferentNumbersError, caveats
-
-Side = Literal["input", "output"]
-#: `pair`: the stream is the sum of two tensors, `(hidden, residual)`, that the next norm adds up; `single`: it is one tensor.
-Kind = Literal["pair", "single"]
+from .taps import Law, Tap, Taps
 
 
 class UnsupportedArchitectureError(MidstreamError):
@@ -23,18 +20,6 @@ class UnsupportedArchitectureError(MidstreamError):
 
     def __init__(self, detail: str) -> None:
         super().__init__("invalid_request", detail, field="model")
-
-
-@dataclass(frozen=True)
-class Tap:
-    """The tensor at one side of the module at `path` below the decoder layer; `""` is the layer itself."""
-
-    path: str
-    side: Side
-    kind: Kind = "single"
-
-
-Taps = dict[Hook, Tap]
 
 
 @dataclass(frozen=True)
@@ -49,6 +34,27 @@ class Variant:
     refused: str = ""  # why this configuration is not supported
     #: The model's loop hands what a layer gives to the next one as it is, and nothing else reads or writes it in between.
     hands_on: bool = False
+    stated: Mapping[Hook, Law] = field(default_factory=dict)  # where a sum has other multipliers than 1, see `laws`
+
+    @property
+    def known(self) -> bool:
+        """Whether it says where the hook points are; else they are found in the loaded model."""
+        return bool(self.layers)
+
+    @property
+    def laws(self) -> dict[Hook, Law]:
+        """What the rows of a layer add up to: `post_attn` and `post_block`, as multiples of rows before them."""
+        found: dict[Hook, Law] = {}
+        if {"pre_attn", "attn_out", "post_attn"} <= self.taps.keys():
+            found["post_attn"] = {"pre_attn": 1.0, "attn_out": 1.0}
+        middle: Law = {"post_attn": 1.0} if "post_attn" in self.taps else {"pre_attn": 1.0, "attn_out": 1.0}
+        if {*middle, "mlp_out", "post_block"} <= self.taps.keys():
+            found["post_block"] = {**middle, "mlp_out": 1.0}
+        return dict(self.stated) if self.stated else found
+
+
+#: Of what the table does not have, until the model is loaded.
+UNKNOWN = Variant("")
 
 
 @dataclass(frozen=True)
@@ -60,11 +66,16 @@ class Adapter:
     hidden_size: int
     num_layers: int
     caveats: tuple[str, ...] = ()  # in what the rows differ from transformers', see `fidelity`
+    kinds: Mapping[int, Variant] = field(default_factory=dict)  # layers that are built otherwise than `variant` says
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """The hook points that exist, in the order in which a layer's forward meets them."""
-        return tuple(hook for hook in HOOKS if hook in self.variant.taps)
+        """The hook points that every layer has, in the order in which a layer's forward meets them; all, until that is known."""
+        return tuple(hook for hook in HOOKS if hook in self.variant.taps or not self.variant.known)
+
+    def of(self, layer: int) -> Variant:
+        """How `layer` is built."""
+        return self.kinds.get(layer, self.variant)
 
     @property
     def layers(self) -> str:
@@ -76,7 +87,7 @@ class Adapter:
         if hook not in self.variant.taps:
             why = self.variant.absent.get(hook, "it does not exist")
             raise UnsupportedArchitectureError(f"{self.architecture} has no {hook}: {why}; it has {', '.join(self.hooks)}")
-        tap = self.variant.taps[hook]
+        tap = self.of(layer).taps[hook]
         # Nothing is deferred yet when the stream enters the first layer: there is no separate residual.
         return Tap(tap.path, tap.side) if layer == 0 and (tap.path, tap.side) == ("", "input") else tap
 
@@ -182,8 +193,9 @@ ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
     "SmolLM3ForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
     "Starcoder2ForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
 }
-#: What vLLM calls the class that serves them through its Transformers backend.
+#: What vLLM calls the class that serves most of them through its Transformers backend; the others begin alike.
 BACKEND_CLASS = "TransformersForCausalLM"
+BACKEND_CLASSES = "Transformers"
 #: `model_type` of the text config of a model that takes images → the architecture of its language model, whose entry counts.
 LANGUAGE_MODELS: Mapping[str, str] = {
     "gemma": "GemmaForCausalLM",
@@ -204,11 +216,25 @@ THREE_POSITIONS = frozenset({"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"
 DEEPSTACK = frozenset({"qwen3_vl_text"})
 
 
-def check_name(architecture: str, text_type: str | None = None) -> None:
-    """Raises UnsupportedArchitectureError with the list of what is supported. `text_type`: `model_type` of a text config, if any."""
-    if _language_model(architecture, text_type) not in ARCHITECTURES:
-        supported = ", ".join(sorted(ARCHITECTURES))
-        raise UnsupportedArchitectureError(f"architecture {architecture} is not supported; supported: {supported}")
+def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapter:
+    """The adapter of a model, before its weights are read; one that the table does not have is `UNKNOWN` until `found.complete`.
+
+    `architecture`: HF's `architectures[0]`, or the backend's class, whose config then says it; `hf_config`: transformers'
+    config; `max_model_len`: tokens, prompt and generated. Raises UnsupportedArchitectureError with the reason.
+    """
+    if architecture.startswith(BACKEND_CLASSES):
+        architecture = (hf_config.architectures or [architecture])[0]
+    config = hf_config.get_text_config()
+    text_type = None if config is hf_config else config.model_type
+    language_model = _language_model(architecture, text_type)
+    try:
+        variant = variant_of(language_model, {name: getattr(config, name, None) for name in _ASKED})
+        found = caveats(language_model, config, max_model_len, backend=variant.backend, sections=text_type in THREE_POSITIONS)
+    except DifferentNumbersError as error:
+        raise UnsupportedArchitectureError(f"{architecture}: {error}") from error
+    if text_type in DEEPSTACK:
+        variant = replace(variant, hands_on=False)
+    return Adapter(architecture, variant, config.hidden_size, config.num_hidden_layers, found)
 
 
 def _language_model(architecture: str, text_type: str | None) -> str:
@@ -216,28 +242,15 @@ def _language_model(architecture: str, text_type: str | None) -> str:
     return architecture if architecture in ARCHITECTURES or text_type is None else LANGUAGE_MODELS.get(text_type, architecture)
 
 
-def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapter:
-    """The adapter of a model, before its weights are read.
-
-    `architecture`: HF's `architectures[0]`, or the backend's class, whose config then says it; `hf_config`: transformers'
-    config; `max_model_len`: tokens, prompt and generated. Raises UnsupportedArchitectureError with the list of what is
-    supported, or with the reason.
-    """
-    if architecture == BACKEND_CLASS:
-        architecture = (hf_config.architectures or [architecture])[0]
-    config = hf_config.get_text_config()
-    text_type = None if config is hf_config else config.model_type
-    check_name(architecture, text_type)
-    language_model = _language_model(architecture, text_type)
-    for variant in ARCHITECTURES[language_model]:
-        if all(getattr(config, name) == value for name, value in variant.when.items()):
+def variant_of(architecture: str, config: Mapping[str, Any]) -> Variant:
+    """What the table says of an architecture with this text config. Raises UnsupportedArchitectureError with the reason."""
+    for variant in ARCHITECTURES.get(architecture, ()):
+        if all(config.get(name) == value for name, value in variant.when.items()):
             if variant.refused:
                 raise UnsupportedArchitectureError(f"{architecture}: {variant.refused}")
-            try:
-                found = caveats(language_model, config, max_model_len, backend=variant.backend, sections=text_type in THREE_POSITIONS)
-            except DifferentNumbersError as error:
-                raise UnsupportedArchitectureError(f"{architecture}: {error}") from error
-            if text_type in DEEPSTACK:
-                variant = replace(variant, hands_on=False)
-            return Adapter(architecture, variant, config.hidden_size, config.num_hidden_layers, found)
-    raise UnsupportedArchitectureError(f"{architecture}: no supported variant matches this configuration")
+            return variant
+    return UNKNOWN
+
+
+#: The fields of a config that the table asks for.
+_ASKED = frozenset(name for variants in ARCHITECTURES.values() for variant in variants for name in variant.when)

@@ -33,6 +33,15 @@ class Place:
         return self.tp == 0 and self.pp == self.stages - 1
 
 
+class Found(Record):
+    """What a rank found in the model that it loaded."""
+
+    hooks: list[str] = []  # that every layer has
+    absent: dict[str, str] = {}  # hook → why there is none
+    refused: str = ""  # why the model cannot be served
+    enters: bool = False  # forwards may begin above the first layer
+
+
 class PlaneConfig(Record):
     """Everything but the requests."""
 

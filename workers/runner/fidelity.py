@@ -179,16 +179,17 @@ def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool
     `config`: transformers' text config; `max_model_len`: tokens, prompt and generated; `backend`: served by vLLM's Transformers
     backend; `sections`: transformers' model rotates by three positions too. Raises DifferentNumbersError for one that is not served.
     """
-    for rule in (*EVERYWHERE, *REFUSED[architecture]):
+    for rule in (*EVERYWHERE, *REFUSED.get(architecture, ())):
         value = getattr(config, rule.field, None)
         if value not in rule.served:
             served = " or ".join("null" if each is None else repr(each) for each in rule.served)
             raise DifferentNumbersError(f"{rule.field}={value!r} is not served: {rule.why}; served: {served}")
     found: list[str] = []
     for rope in _ropes(config):
-        if not backend and architecture not in _PARTLY_ROTATED and rope.get("partial_rotary_factor") not in (None, 1.0):
+        compared = architecture in REFUSED
+        if compared and not backend and architecture not in _PARTLY_ROTATED and rope.get("partial_rotary_factor") not in (None, 1.0):
             raise DifferentNumbersError("rope_parameters: partial_rotary_factor is not served: transformers' model rotates whole heads")
-        found += _of_rope(rope, config, max_model_len, backend, ROPE_KEYS | _SECTIONS if sections else ROPE_KEYS)
+        found += _of_rope(rope, config, max_model_len, backend, (ROPE_KEYS | _SECTIONS if sections else ROPE_KEYS) if compared else None)
     return tuple(dict.fromkeys(found))
 
 
@@ -201,18 +202,18 @@ def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
         yield parameters
 
 
-def _of_rope(rope: Mapping[str, Any], config: Any, max_model_len: int, backend: bool, keys: frozenset[str]) -> Iterator[str]:
+def _of_rope(rope: Mapping[str, Any], config: Any, max_model_len: int, backend: bool, keys: frozenset[str] | None) -> Iterator[str]:
     kind = rope.get("rope_type", "default")
-    if kind not in ROPE_TYPES:
+    if keys is not None and kind not in ROPE_TYPES:
         raise DifferentNumbersError(f"rope_parameters: the rope_type {kind!r} is not served; served: {', '.join(ROPE_TYPES)}")
-    if unknown := sorted(rope.keys() - keys - _ROPE_REST):
+    if keys is not None and (unknown := sorted(rope.keys() - keys - _ROPE_REST)):
         raise DifferentNumbersError(f"rope_parameters: {unknown[0]} is not served; served: {', '.join(sorted(keys))}")
     if kind == "dynamic" and max_model_len > config.max_position_embeddings:
         raise DifferentNumbersError(
             f"rope_parameters: with rope_type 'dynamic' vLLM computes only prompts of up to max_position_embeddings tokens as "
             f"transformers does: set max_model_len to {config.max_position_embeddings} or less (now {max_model_len})"
         )
-    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    original = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None) or max_model_len
     if kind != "longrope" or max_model_len <= original:
         return
     if backend:

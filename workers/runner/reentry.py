@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...schemas.specs import RankSpec
-from .architectures import Adapter
+from .architectures import ARCHITECTURES, Adapter
 from .finite_check import all_finite
 from .host_memory import locked_copy
 from .planner import Tracked
@@ -49,6 +49,14 @@ class ReentryGate:
         if self.stream is not None:
             stream.view(-1, hidden.shape[-1])[: len(self.stream)] = self.stream
         return stream
+
+
+def enters_above(adapter: Adapter) -> bool:
+    """Whether a forward may begin above the first layer: layers are known to hand on their stream and nothing else, as the table says.
+
+    Not where layers are of several kinds: recurrent ones keep a state of their own.
+    """
+    return adapter.architecture in ARCHITECTURES and not adapter.kinds
 
 
 def install_gate(model: nn.Module, adapter: Adapter) -> ReentryGate:

@@ -18,10 +18,8 @@ from ...kernels import pair_site, single_site
 from ...kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN
 from ...schemas.interventions import FAMILIES, SCALARS
 from ...schemas.selectors import Hook
-from .architectures import Adapter, Kind, Side, UnsupportedArchitectureError, neighbours
-
-#: Module of vLLM's Transformers backend.
-BACKEND_MODULE = "vllm.model_executor.models.transformers"
+from .architectures import Adapter, UnsupportedArchitectureError, neighbours
+from .taps import Kind, Side
 
 
 @dataclass
@@ -83,11 +81,6 @@ def install(
     is traced, or a graph is captured from it, so that every op must be in it, and none begins above the first layer. Raises
     UnsupportedArchitectureError when a hook does not exist or the model is not built as the adapter says.
     """
-    if type(language_model(model)).__module__.startswith(BACKEND_MODULE) != adapter.variant.backend:
-        served = "is" if not adapter.variant.backend else "is not"
-        raise UnsupportedArchitectureError(
-            f"{adapter.architecture} {served} served by vLLM's Transformers backend: this is not supported for this architecture"
-        )
     ordered = [hook for hook in adapter.hooks if hook in hooks]
     for hook in hooks:
         adapter.tap(hook, 0)
@@ -138,10 +131,9 @@ def _branches(sites: Sequence[Site]) -> int:
 
 def _lead(sites: Sequence[Site], adapter: Adapter, hooks: Sequence[Hook], *, next_layer: bool) -> None:
     """Say of each site whether it is the first of its launch. `sites`: of all held layers, which follow each other, in order."""
-    groups = neighbours(adapter.variant, hooks, next_layer=next_layer)
-    shared = {pair for group in groups for pair in itertools.pairwise(group)}
     for last, site in itertools.pairwise(sites):
-        site.leads = (last.hook, site.hook) not in shared
+        groups = neighbours(adapter.of(last.layer), hooks, next_layer=next_layer)
+        site.leads = not any((last.hook, site.hook) in itertools.pairwise(group) for group in groups)
 
 
 def _read_between_layers(model: nn.Module, adapter: Adapter) -> bool:
@@ -221,17 +213,23 @@ def _wrap(module: nn.Module, before: Sequence[tuple[bool, _Visit]], after: Seque
     """Have `module.forward` visit these sites, in order, before and after what it does. Each: whether it takes a pair, the call."""
     forward = module.forward
     hidden_at, residual_at = places(forward)
+    names = list(inspect.signature(forward).parameters)
+    hidden_name = names[hidden_at] if hidden_at < len(names) else "hidden_states"
+    written_at = names.index("output") if "output" in names else len(names)  # some write to a tensor that they are given
     # Closed over, not read from objects: tracing guards what it reads.
     inputs, outputs = tuple(before), tuple(after)
 
     def with_sites(*args: Any, **kwargs: Any) -> Any:
         for pair, visit in inputs:
-            hidden = args[hidden_at] if hidden_at < len(args) else kwargs["hidden_states"]
+            hidden = args[hidden_at] if hidden_at < len(args) else kwargs[hidden_name]
             residual = (args[residual_at] if residual_at < len(args) else kwargs["residual"]) if pair else None
             visit(hidden, residual)
         output = forward(*args, **kwargs)
         for pair, visit in outputs:
-            visit(output[0] if isinstance(output, tuple) else output, output[1] if pair else None)
+            if output is None:
+                visit(args[written_at] if written_at < len(args) else kwargs["output"], None)
+            else:
+                visit(output[0] if isinstance(output, tuple) else output, output[1] if pair else None)
         return output
 
     module.forward = with_sites

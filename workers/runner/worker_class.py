@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from vllm.config import CompilationMode
+from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.distributed import get_pp_group, get_tp_group
+from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 
 from ...broker.ops import logs
@@ -19,14 +20,15 @@ from ...schemas.tensors import Tensor
 from . import naps  # noqa: F401 - a rank sleeps between steps
 from .adapters import V1Adapter, V2Adapter
 from .allowlist import check
-from .architectures import describe
-from .config import Place, PlaneConfig, plane_config
+from .architectures import UnsupportedArchitectureError, describe
+from .config import Found, Place, PlaneConfig, plane_config
 from .faults import answer
+from .found import complete
 from .grading import tap
 from .kv_blocks import CpuBlocks
 from .plane import DataPlane
 from .process import die_with_parent, threads_elsewhere
-from .reentry import install_gate
+from .reentry import enters_above, install_gate
 from .sites import Sizes, install, warm_up
 
 if current_platform.is_cpu():
@@ -44,6 +46,7 @@ class MidstreamWorker(PlatformWorker):
         config = plane_config()
         logs.configure(config.log_format, config.log_level, "rank", worker=config.worker, rank=self.rank)
         self._plane: DataPlane | None = None
+        self._found = Found()
 
     def init_device(self) -> None:
         super().init_device()
@@ -60,9 +63,18 @@ class MidstreamWorker(PlatformWorker):
         config, model = plane_config(), self.model_config
         adapter = describe(model.architectures[0], model.hf_config, model.max_model_len)  # refuse before the weights are read
         super().load_model(*args, **kwargs)
+        try:
+            with set_current_vllm_config(self.vllm_config), set_forward_context(None, self.vllm_config):
+                adapter = complete(
+                    adapter, self.model_runner.get_model(), model.hf_config.get_text_config(), dtype=model.dtype, device=self.device
+                )
+            self._found = Found(hooks=list(adapter.hooks), absent={str(hook): why for hook, why in adapter.variant.absent.items()})
+        except UnsupportedArchitectureError as error:
+            # The worker asks, and ends the engine: an error here would end it without a reason.
+            self._found = Found(refused=error.detail)
         mode = self.vllm_config.compilation_config.mode
         traced = mode != CompilationMode.NONE or not (model.enforce_eager or current_platform.is_cpu())
-        hooks = tuple(hook for hook in adapter.hooks if not config.hooks or hook in config.hooks)
+        hooks = tuple(hook for hook in adapter.hooks if hook in self._found.hooks and (not config.hooks or hook in config.hooks))
         sites, buffers = install(
             self.model_runner.get_model(),
             adapter,
@@ -75,7 +87,8 @@ class MidstreamWorker(PlatformWorker):
         warm_up(sites, buffers)
         pp, tp = get_pp_group(), get_tp_group()
         place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group, stages=pp.world_size)
-        enters = config.sweep_entry and not traced and "pre_attn" in hooks
+        enters = config.sweep_entry and not traced and "pre_attn" in hooks and enters_above(adapter)
+        self._found = msgspec.structs.replace(self._found, enters=enters)
         gate = install_gate(self.model_runner.get_model(), adapter) if enters else None
         with threads_elsewhere(set(config.cores)):
             config = msgspec.structs.replace(config, caveats=list(adapter.caveats))
@@ -143,6 +156,11 @@ class MidstreamWorker(PlatformWorker):
 
     def midstream_restart_ledger(self) -> tuple[bool, str]:
         return self._answer("restart_ledger", lambda plane: plane.restart())
+
+    def midstream_found(self) -> dict[str, Any]:
+        """A `Found` as plain containers."""
+        found: dict[str, Any] = msgspec.to_builtins(self._found)
+        return found
 
     def midstream_fingerprint(self) -> str:
         return self._connected().fingerprint()
