@@ -34,6 +34,7 @@ class ModelInfo(Published):
     absent: dict[str, str] = {}  # hook that does not exist → why
     multimodal: bool = False
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint
+    quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
     wire: int = 0  # of the worker, see `schemas.compatibility`
     oldest_wire: int = 0
 

@@ -251,6 +251,7 @@ class ModelCard(Record):
     memory_limit_kib: int = 0  # the most that consumer `memory` returns per prompt
     global_captures: list[CaptureSpec] = []  # what the operator captures of every request
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint, as sentences
+    quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
 
 
 class ModelList(Record):

@@ -61,6 +61,7 @@ def _card(info: ModelInfo, workers: int) -> ModelCard:
         memory_limit_kib=info.memory_limit_kib,
         global_captures=info.global_captures,
         caveats=info.caveats,
+        quantization=info.quantization,
     )
 
 

@@ -28,7 +28,7 @@ from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import StoredCapture
 
 TRITON_CPU = Path(__file__).with_name("triton_cpu")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ALL = list(range(LAYERS))
 PROMPT = 40
 ADD_LAYER, ADDED = 1, [2, 5]

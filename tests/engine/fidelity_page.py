@@ -21,17 +21,20 @@ def hooks_of(name: str) -> tuple[Hook, ...]:
     return describe(made.architecture, made.hf_config()).hooks
 
 
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
 @dataclass(frozen=True)
 class Way:
     """One combination of runner, mode and dtype."""
 
     runner: str  # v1 | v2
     mode: str  # eager | compiled
-    dtype: str  # float32 | bfloat16
+    dtype: str  # float32 | bfloat16 | float16
 
     @property
     def name(self) -> str:
-        return f"{self.runner} {self.mode} {'fp32' if self.dtype == 'float32' else 'bf16'}"
+        return f"{self.runner} {self.mode} {SHORT[self.dtype]}"
 
     @property
     def tolerance(self) -> float:

@@ -41,6 +41,12 @@ FP32_ENTERED = 1e-5
 BF16_ENTERED = 0.5
 
 
+#: fp32, quantised activations: a single row. A number that lies between two codes falls to the one or to the other as the last bit of a
+#: sum decides; that row differs by one code (int8: 1/127 of its largest number, FP8: 1/16 of the number), and later tokens attend to it
+#: (measured: 0.15; rows of another layer or another scale differ by 1 and more).
+FP32_CODES = 0.3
+
+
 class Tolerance(NamedTuple):
     limit: float
     reason: str
@@ -59,5 +65,18 @@ FIDELITY = {
         "they are equally far from the truth, but differ from each other; where a router chooses experts, the figure is that of "
         "the median row, and the median over five prompts, because rounding decides the expert of a token near a tie, and later "
         "tokens attend to it",
+    ),
+}
+
+#: The tolerances for `docs/quantised.md`; the page quotes them.
+QUANTISED = {
+    "fp32": Tolerance(
+        FP32_HOOKS,
+        "error of a row relative to its norm, against transformers in fp32, as in fidelity.md; where activations are rounded, of the "
+        f"median row, and {FP32_CODES} of every row: the last bit of a sum may decide between two codes",
+    ),
+    "fp16, bf16": Tolerance(
+        BF16_EXCESS,
+        "multiple of transformers' own error in that dtype, both against transformers in fp32, over all rows together",
     ),
 }

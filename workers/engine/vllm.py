@@ -31,6 +31,7 @@ from ..runner.allowlist import check
 from ..runner.architectures import UnsupportedArchitectureError, describe
 from ..runner.config import Found, PlaneConfig
 from ..runner.consumers import available
+from ..runner.quantisation import UnsupportedQuantisationError, quantisation_of, refuse_gguf
 from ..runner.ring_budget import CapturedRows
 from ..runner.stages import stage_layers
 from .admission import CaptureBudget, StepRows
@@ -100,9 +101,11 @@ class VllmEngine(RankControl):
             curve_server_key=settings.curve_server_key,
         )
         try:
+            refuse_gguf(settings.model)
             asked = await asyncio.to_thread(_engine_args(settings).create_engine_config, UsageContext.ENGINE_CONTEXT)
             asked.scheduler_config.scheduler_cls = scheduler_class(asked)
             check(asked)
+            quantisation = quantisation_of(asked)
             config = asked.model_config
             adapter = describe(
                 config.architectures[0], config.hf_config, config.max_model_len
@@ -121,7 +124,7 @@ class VllmEngine(RankControl):
                 raise UnsupportedArchitectureError(refused)
             absent = {hook: why for each in found for hook, why in each.absent.items()}
             hooks = [hook for hook in hooks if all(hook in each.hooks for each in found)]
-        except UnsupportedArchitectureError:
+        except (UnsupportedArchitectureError, UnsupportedQuantisationError):
             raise
         except Exception as error:
             raise MidstreamError("engine_failed", f"the engine did not start: {in_our_settings(_reason(error))}") from error
@@ -153,7 +156,8 @@ class VllmEngine(RankControl):
             grades=True,
             absent=absent,
             multimodal=config.is_multimodal_model,
-            caveats=list(adapter.caveats),
+            caveats=[*adapter.caveats, *quantisation.caveats],
+            quantization=quantisation.name,
         )
 
     async def generate(self, ask: EngineRequest, global_steering: GlobalSteering) -> AsyncGenerator[Progress, None]:

@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from ...broker.ops.private_files import private_folder
 from ...schemas.base import to_json
 from ...schemas.settings import Settings
+from ..runner.quantisation import W4A8
 from . import no_torchvision
 
 #: Draft tokens are looked up in the prompt by its last 4 to 2 tokens.
@@ -88,6 +89,7 @@ def prepare_environment(settings: Settings) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     no_torchvision.stand_in()
+    os.environ.setdefault(W4A8, "0")  # 4-bit weights with the activations as they are, as the checkpoint is defined
     if settings.log_format == "json":
         os.environ["VLLM_LOGGING_CONFIG_PATH"] = _logging_config(settings)
     runner = settings.runner

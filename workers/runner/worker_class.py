@@ -17,7 +17,7 @@ from ...broker.ops import logs
 from ...schemas.source_runs import RunFiles
 from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor
-from . import naps  # noqa: F401 - a rank sleeps between steps
+from . import cpu_fp8, naps  # noqa: F401 - each replaces a part of vLLM on CPUs
 from .adapters import V1Adapter, V2Adapter
 from .allowlist import check
 from .architectures import UnsupportedArchitectureError, describe
@@ -28,6 +28,7 @@ from .grading import tap
 from .kv_blocks import CpuBlocks
 from .plane import DataPlane
 from .process import die_with_parent, threads_elsewhere
+from .quantisation import UnsupportedQuantisationError, quantisation_of, refuse_shared_scales
 from .reentry import enters_above, install_gate
 from .sites import Sizes, install, warm_up
 
@@ -62,14 +63,16 @@ class MidstreamWorker(PlatformWorker):
         check(self.vllm_config)
         config, model = plane_config(), self.model_config
         adapter = describe(model.architectures[0], model.hf_config, model.max_model_len)  # refuse before the weights are read
+        quantisation = quantisation_of(self.vllm_config)
         super().load_model(*args, **kwargs)
         try:
+            refuse_shared_scales(self.model_runner.get_model())
             with set_current_vllm_config(self.vllm_config), set_forward_context(None, self.vllm_config):
                 adapter = complete(
                     adapter, self.model_runner.get_model(), model.hf_config.get_text_config(), dtype=model.dtype, device=self.device
                 )
             self._found = Found(hooks=list(adapter.hooks), absent={str(hook): why for hook, why in adapter.variant.absent.items()})
-        except UnsupportedArchitectureError as error:
+        except (UnsupportedArchitectureError, UnsupportedQuantisationError) as error:
             # The worker asks, and ends the engine: an error here would end it without a reason.
             self._found = Found(refused=error.detail)
         mode = self.vllm_config.compilation_config.mode
@@ -91,7 +94,7 @@ class MidstreamWorker(PlatformWorker):
         self._found = msgspec.structs.replace(self._found, enters=enters)
         gate = install_gate(self.model_runner.get_model(), adapter) if enters else None
         with threads_elsewhere(set(config.cores)):
-            config = msgspec.structs.replace(config, caveats=list(adapter.caveats))
+            config = msgspec.structs.replace(config, caveats=[*adapter.caveats, *quantisation.caveats])
             self._plane = DataPlane(config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate)
         if place.grades:
             tap(self.model_runner.get_model(), self._plane.grade)

@@ -1,0 +1,184 @@
+"""Rows of quantised checkpoints are those of their dequantised weights in transformers, plain, steered and patched.
+
+All of the table in `docs/quantised.md` is measured by `make quantised`; here each format runs once on Llama, and some others.
+"""
+
+import asyncio
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fidelity import options_of
+from fidelity_page import SHORT, Way
+from host import Host, capture_of, prompt_of, relative_error
+from patching_kit import Cell, edits, everything, patches, rows_of
+from quantised import FORMATS, Made, QuantisedTruth, make
+from quantised_page import figure, tolerance
+from reference import Edit
+from tolerances import FP32_CODES, FP32_HOOKS
+
+from midstream.schemas.settings import Settings
+from midstream.workers.engine.vllm import VllmEngine
+from midstream.workers.runner.quantisation import UnsupportedQuantisationError
+
+#: Format → the dtype in which `make test` runs it: one of each kind of kernel.
+SHORTLY = {"int8 per token": "float32", "fp8 static": "bfloat16", "fp8 per token": "float32", "awq": "float16", "gptq": "bfloat16"}
+LONG = [
+    *(("llama", form, Way("v1", "eager", dtype)) for form, each in FORMATS.items() for dtype in each.dtypes if SHORTLY.get(form) != dtype),
+    ("gemma3", "int8 static", Way("v1", "eager", "float32")),
+    ("gpt-neox", "gptq", Way("v1", "eager", "float16")),
+    ("opt", "awq", Way("v1", "compiled", "bfloat16")),
+    ("llama", "fp8 static", Way("v1", "compiled", "bfloat16")),
+    ("llama", "int8 per token", Way("v1", "compiled", "float32")),
+    ("qwen3", "fp8 per tensor", Way("v2", "compiled", "float32")),
+]
+Maker = Callable[[str, str], Made]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Maker:
+    folder = tmp_path_factory.mktemp("quantised")
+    return cache(lambda name, form: make(name, form, folder))
+
+
+def compare(name: str, form: str, way: Way, made: Maker, nurseries, folder: Path) -> None:
+    found = figure(nurseries, folder, made(name, form), way, f"{name} {form}")
+    assert found.worst <= tolerance(SHORT[way.dtype]), str(found)
+
+
+@pytest.mark.parametrize("form", SHORTLY)
+def test_every_hook_gives_the_rows_of_the_dequantised_checkpoint(form: str, made: Maker, nurseries, tmp_path) -> None:
+    """Plain, and with an addition and a replacement at each hook; replaced rows bit for bit."""
+    compare("llama", form, Way("v1", "eager", SHORTLY[form]), made, nurseries, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "form", "way"), LONG, ids=[f"{name} {form} {way.name}" for name, form, way in LONG])
+def test_other_models_and_ways_to_run_give_the_rows_of_the_dequantised_checkpoint(
+    name: str, form: str, way: Way, made: Maker, nurseries, tmp_path
+) -> None:
+    """Compiled: a site between a norm and the rounding of its output still sees, and edits, the rows."""
+    compare(name, form, way, made, nurseries, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("form", "dtype"), [("int8 per token", "float32"), ("awq", "bfloat16")])
+def test_patched_rows_are_the_source_runs_and_the_rest_is_transformers(form: str, dtype: str, made: Maker, nursery, tmp_path) -> None:
+    model = made("qwen3", form)
+    host = nursery.host(tmp_path / "engine", model.quantised, **options_of(Way("v1", "eager", dtype)))
+    try:
+        source = host.job(prompt_of(20, seed=1), max_tokens=1, capture=everything("all_prompt"))
+        host.run(source)
+        cells = [Cell("pre_attn", 1, 3), Cell("mlp_in", 2, 5, 7), Cell("attn_out", 0, 4), Cell("post_block", 1, 9)]
+        steering, rows = patches(host.keep(source), cells), rows_of(host, source)
+        job = host.job(prompt_of(22, seed=2), max_tokens=3, capture=everything(), steering=steering)
+        after = host.job(prompt_of(22, seed=2), max_tokens=1, capture=everything(at="after"), steering=steering)
+        host.run(job, after)
+        got, tokens, patched = rows_of(host, job), host.capture(job).token_ids(), rows_of(host, after)
+    finally:
+        host.close()
+    for cell in cells:
+        assert np.array_equal(patched[cell.hook, cell.layer][cell.position], rows[cell.hook, cell.layer][cell.source or cell.position])
+    errors = QuantisedTruth(model, dtype).errors(got, tokens, edits(cells, rows))
+    assert max(errors.values()) <= tolerance(SHORT[dtype]), errors
+
+
+def plain_rows(host: Host, prompts: list[list[int]]) -> list[np.ndarray]:
+    """Rows of every prompt at the last layer's `post_block`, all in one step."""
+    jobs = [host.job(prompt, max_tokens=1, capture=capture_of([3], "all_prompt")) for prompt in prompts]
+    host.run_together(*jobs)
+    return [host.capture(job).array(3) for job in jobs]
+
+
+@pytest.mark.long
+def test_other_requests_do_not_change_rounded_activations(made: Maker, nursery, tmp_path) -> None:
+    """A neighbour with rows a hundred times as large would change a scale that they shared."""
+    host = nursery.host(tmp_path / "engine", made("llama", "fp8 per token").quantised, **options_of(Way("v1", "eager", "float32")))
+    try:
+        large = host.steering(Edit(0, np.full(64, 100, np.float32)))
+        found = []
+        for steering in (None, large):
+            job, neighbour = host.job(prompt_of(20, seed=1), max_tokens=1, capture=capture_of([3], "all_prompt")), None
+            neighbour = host.job(prompt_of(20, seed=2), max_tokens=1, steering=steering)
+            host.run_together(job, neighbour)
+            found.append(host.capture(job).array(3))
+    finally:
+        host.close()
+    assert np.array_equal(*found)
+
+
+@pytest.mark.long
+def test_scales_of_fused_weights_that_differ_are_said_in_a_caveat(made: Maker, nursery, tmp_path) -> None:
+    """The rows then differ from those of the checkpoint by the second rounding; with equal scales they are equal."""
+    found = {}
+    for form in ("fp8 static", "fp8 static, own scales"):
+        model = made("llama", form)
+        host = nursery.host(tmp_path / form.replace(" ", "-"), model.quantised, **options_of(Way("v1", "eager", "bfloat16")))
+        try:
+            assert any("rounds these weights again" in caveat for caveat in host.info["caveats"])
+            (rows,) = plain_rows(host, [prompt_of(40, seed=1)])
+        finally:
+            host.close()
+        wanted = model.reference().rows(prompt_of(40, seed=1))["post_block", 3]
+        own = model.reference(torch.bfloat16).rows(prompt_of(40, seed=1))["post_block", 3]
+        found[form] = np.linalg.norm(rows - wanted) / np.linalg.norm(own - wanted)
+    assert found["fp8 static"] <= 1.1
+    assert found["fp8 static, own scales"] >= 1.15, found
+
+
+@pytest.mark.long
+def test_ranks_scale_their_own_part_of_a_row_as_the_caveat_says(made: Maker, two_ranks, tmp_path) -> None:
+    """Scales per token: rows of two ranks differ from those of one. Static scales: they do not."""
+    for form, alike in (("int8 per token", False), ("int8 static", True)):
+        model = made("qwen3", form)
+        folder = tmp_path / form.replace(" ", "-")
+        folder.mkdir()
+        host = Host(folder, model.quantised, **options_of(Way("v1", "eager", "float32")), tensor_parallel_size=2)
+        try:
+            assert any("each rank scales" in caveat for caveat in host.info["caveats"]) is not alike
+            (rows,) = plain_rows(host, [prompt_of(40, seed=1)])
+        finally:
+            host.close()
+        wanted = model.reference().rows(prompt_of(40, seed=1))["post_block", 3]
+        errors = np.linalg.norm(rows - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
+        assert (np.median(errors) <= FP32_HOOKS) is alike
+        assert errors.max() <= FP32_CODES
+
+
+def test_info_and_manifest_say_how_a_checkpoint_is_quantised(made: Maker, nursery, tmp_path) -> None:
+    host = nursery.host(tmp_path / "engine", made("llama", "int8 static").quantised, **options_of(Way("v1", "eager", "float32")))
+    try:
+        assert host.info["quantization"] == "compressed-tensors: int8 weights, int8 activations static"
+        assert ["round their input" in caveat for caveat in host.info["caveats"]] == [True]
+        job = host.job(prompt_of(5), max_tokens=1, capture=capture_of([1], "all_prompt"))
+        host.run(job)
+        assert host.capture(job).manifest().caveats == host.info["caveats"]
+        error = relative_error(host.capture(job).array(1), made("llama", "int8 static").reference().rows(prompt_of(5))["post_block", 1])
+        assert error <= FP32_HOOKS
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "reason"),
+    [
+        ("llama", "fp8 blocks", "scales per block: it needs a GPU or a CPU with AMX"),
+        ("llama", "fp8 dynamic", "one activation scale for all rows of a step"),
+        ("qwen3-moe", "gptq", "quantised experts: it needs a GPU or a CPU with AMX"),
+    ],
+)
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="they are served on this CPU")
+def test_what_this_cpu_cannot_run_is_refused_before_a_process_starts(name: str, form: str, reason: str, made: Maker, tmp_path) -> None:
+    settings = Settings(model=str(made(name, form).quantised), data_dir=str(tmp_path), dtype="bfloat16", max_model_len=64)
+    with pytest.raises(UnsupportedQuantisationError, match=reason):
+        asyncio.run(VllmEngine(settings).start())
+
+
+def test_gguf_is_refused_before_vllm_looks_at_it(tmp_path: Path) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    for model in (tmp_path, tmp_path / "tiny.gguf"):
+        with pytest.raises(UnsupportedQuantisationError, match="Have transformers dequantise it"):
+            asyncio.run(VllmEngine(Settings(model=str(model), data_dir=str(tmp_path / "data"))).start())

@@ -1,0 +1,208 @@
+"""Which quantised checkpoints are served, with which caveats; and the page of their figures."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fidelity_page import parse
+from quantised import FORMATS, OTHERS
+from quantised_page import PAGE, cases, read_page, tolerance
+from tolerances import QUANTISED
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.model_executor.kernels.linear.scaled_mm.pytorch import (
+    ChannelWiseTorchFP8ScaledMMLinearKernel,
+    PerTensorTorchFP8ScaledMMLinearKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
+from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTensorSym, kFp8DynamicTokenSym, kFp8StaticTensorSym
+
+from midstream.workers.runner.quantisation import (
+    CAVEATS,
+    GPU_ONLY,
+    MEASURED,
+    REFUSED,
+    W4A8,
+    Facts,
+    Rounding,
+    UnsupportedQuantisationError,
+    judge,
+    refuse_gguf,
+    refuse_shared_scales,
+    roundings,
+)
+
+
+def facts(form: str, **changes: Any) -> Facts:
+    """Of a checkpoint in this format, in bf16 on a CPU without AMX unless `changes` says otherwise."""
+    raw = (FORMATS | OTHERS)[form].config
+    method = raw["quant_method"]
+    return Facts(method, raw, *roundings(method, raw))._replace(**changes)
+
+
+def other(method: str, **changes: Any) -> Facts:
+    return Facts(method, {"quant_method": method}, frozenset(), frozenset())._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ("int8 per token", "compressed-tensors: int8 weights, int8 activations per token"),
+        ("int8 static", "compressed-tensors: int8 weights, int8 activations static"),
+        ("fp8 static", "fp8: fp8 weights, fp8 activations static"),
+        ("fp8 per token", "compressed-tensors: fp8 weights, fp8 activations per token"),
+        ("awq", "awq: int4 weights"),
+        ("gptq", "gptq: int4 weights"),
+        ("int4 groups", "compressed-tensors: int4 weights"),
+    ],
+)
+def test_the_name_says_how_weights_and_activations_are_rounded(form: str, name: str) -> None:
+    assert judge(facts(form)).name == name
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (facts("fp8 blocks"), "scales per block: it needs a GPU or a CPU with AMX"),
+        (facts("int8 per token", experts=True), "quantised experts: it needs a GPU or a CPU with AMX"),
+        (other("gpt_oss_mxfp4", experts=True), "quantised experts: it needs a GPU or a CPU with AMX"),
+        (facts("fp8 dynamic"), "other requests would change a request's rows. Use a checkpoint with activation_scheme 'static'"),
+        (facts("int4 groups", dtype=torch.float32), "set dtype to bfloat16 or float16"),
+        (other("modelopt_fp4"), "on GPUs only"),
+        (facts("int4 groups", raw={"format": "nvfp4-pack-quantized"}), "on GPUs only"),
+    ],
+)
+def test_what_this_machine_cannot_compute_is_refused_with_the_reason(case: Facts, reason: str) -> None:
+    with pytest.raises(UnsupportedQuantisationError, match=reason) as refusal:
+        judge(case)
+    assert refusal.value.field == "model"
+    assert case.name in refusal.value.detail
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "fp8 dynamic"])
+def test_the_same_is_served_where_vllm_has_a_kernel(form: str) -> None:
+    judge(facts(form, amx=True))
+    judge(facts(form, cpu=False, activations=frozenset({Rounding("fp8", "token", True)})))
+
+
+@pytest.mark.parametrize(
+    ("case", "caveats"),
+    [
+        (facts("awq"), []),
+        (facts("int8 static"), ["round their input"]),
+        (facts("int8 per token", ranks=2), ["round their input", "each rank scales its own part"]),
+        (facts("int8 static", ranks=2), ["round their input"]),
+        (facts("fp8 static"), ["round their input", "rounds these weights again"]),
+        (facts("fp8 dynamic", amx=True), ["vLLM leaves out on this CPU", "rounds these weights again"]),
+        (facts("awq", amx=True), []),
+        (facts("gptq", raw={"kv_cache_scheme": {"num_bits": 8}}), ["quantised KV cache"]),
+        (other("torchao"), ["not compared with transformers"]),
+    ],
+)
+def test_caveats_say_in_what_rows_differ(case: Facts, caveats: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(W4A8, "0")
+    found = judge(case).caveats
+    assert len(found) == len(caveats)
+    assert all(words in caveat for words, caveat in zip(caveats, found, strict=True))
+
+
+def test_4_bit_weights_with_8_bit_activations_have_a_caveat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(W4A8, "1")
+    assert ["8 bits on this CPU" in caveat for caveat in judge(facts("gptq", amx=True)).caveats] == [True]
+    assert judge(facts("gptq")).caveats == ()
+
+
+def test_experts_that_the_checkpoint_leaves_as_they_are_are_not_quantised() -> None:
+    from midstream.workers.runner.quantisation import _leaves_out_experts
+
+    assert _leaves_out_experts({"ignore": ["re:.*experts.*"]})
+    assert not _leaves_out_experts({"ignored_layers": ["lm_head"]})
+
+
+@pytest.mark.parametrize("model", ["some/model.gguf", "org/Model-GGUF:Q4_K_M", "org/Model-GGUF:IQ2_XS", "org/Model:BF16"])
+def test_gguf_is_refused_by_name(model: str) -> None:
+    with pytest.raises(UnsupportedQuantisationError, match="Have transformers dequantise it"):
+        refuse_gguf(model)
+
+
+def test_a_folder_of_gguf_files_is_refused_and_one_with_safetensors_is_not(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(UnsupportedQuantisationError, match="GGUF is not served"):
+        refuse_gguf(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    refuse_gguf(str(tmp_path))
+    refuse_gguf("org/Model")
+
+
+# -- loaded layers -------------------------------------------------------------------------------------------------------
+
+
+class _Method:
+    """As vLLM hangs one on a layer."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+
+def loaded(part: Any) -> torch.nn.Module:
+    layer = torch.nn.Linear(1, 1)
+    layer.quant_method = _Method(part)
+    return torch.nn.ModuleDict({"down_proj": layer})
+
+
+def linear(activation: Any, kernel: Any = PerTensorTorchFP8ScaledMMLinearKernel) -> Any:
+    bf16 = torch.bfloat16
+    config = FP8ScaledMMLinearLayerConfig(
+        weight_quant_key=kFp8StaticTensorSym, activation_quant_key=activation, input_dtype=bf16, out_dtype=bf16, weight_shape=(64, 64)
+    )
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))):
+        return kernel(config, ["weight", "weight_scale", "input_scale", "input_scale_ub"])
+
+
+def experts(**options: Any) -> Any:
+    return fp8_w8a8_moe_quant_config(torch.ones(2), torch.ones(2), **options)
+
+
+Part = Callable[[], Any]
+
+
+@pytest.mark.parametrize("part", [lambda: linear(kFp8DynamicTensorSym), experts])
+def test_a_loaded_layer_with_one_scale_for_a_step_is_refused(part: Part) -> None:
+    with pytest.raises(UnsupportedQuantisationError, match="down_proj rounds all rows of a step with one scale"):
+        refuse_shared_scales(loaded(part()))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda: linear(kFp8StaticTensorSym),
+        lambda: linear(kFp8DynamicTokenSym, ChannelWiseTorchFP8ScaledMMLinearKernel),
+        lambda: experts(per_act_token_quant=True),
+        lambda: experts(a1_scale=torch.ones(1), a2_scale=torch.ones(1)),
+        lambda: experts(block_shape=[128, 128]),
+        lambda: None,
+    ],
+)
+def test_loaded_layers_with_scales_of_their_own_are_served(part: Part) -> None:
+    refuse_shared_scales(loaded(part()))
+
+
+# -- the page ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_format_and_checkpoint_has_its_row_of_figures_within_their_tolerance() -> None:
+    table = read_page(PAGE.read_text())
+    wanted = {(row, column) for row, column, _ in cases()}
+    assert {(row, column) for row, columns in table.items() for column, cell in columns.items() if cell} == wanted
+    exceeded = {(row, column): cell for row, column in wanted if parse(cell := table[row][column]).worst > tolerance(row[2])}
+    assert exceeded == {}
+
+
+def test_the_page_quotes_the_tolerances_and_names_what_is_refused_and_what_has_a_caveat() -> None:
+    page = PAGE.read_text()
+    assert all(f"| {dtypes} | {each.limit:g} | {each.reason} |" in page for dtypes, each in QUANTISED.items())
+    assert all(f"`{name}`" in page for name in GPU_ONLY | MEASURED)
+    assert page.count("| refused: ") == len(REFUSED)
+    assert page.count("| caveat: ") == len(CAVEATS)
