@@ -35,7 +35,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-faults test-compose fidelity lens bench bench-gpu lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-faults test-compose fidelity quantised lens bench bench-gpu lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -117,6 +117,9 @@ test-compose: $(READY) ## containers: build, start, run the demo, kill each, sto
 
 fidelity: $(READY) ## measure every architecture, hook, runner and mode; write docs/fidelity.md (NAMES=…: only these checkpoints)
 	@$(BIN)/python tests/engine/fidelity.py $(NAMES)
+
+quantised: $(READY) ## measure quantised checkpoints; write the table of docs/quantised.md (FORMATS="…": only this format)
+	@$(BIN)/python tests/engine/quantised_page.py $(if $(FORMATS),"$(FORMATS)")
 
 lens: $(READY) model ## install TransformerLens and recompute its reference grids, against which patched grids are tested
 	@$(BIN)/python -m venv .cache/lens

@@ -59,7 +59,9 @@ def facts(found: "Plan") -> dict[str, Any]:
 def lines(found: "Plan", tokens_per_second: float) -> Iterator[str]:
     """For people: tables in Markdown."""
     model = found.model
-    yield f"{model.architecture}: {model.layers} layers × {model.hidden_size}, {model.dtype}, {model.parameters / 1e9:.2f} B parameters"
+    weights = f", {model.parameters * model.weight_bytes / (1 << 30):.1f} GiB quantised" if model.weight_bytes else ""
+    parameters = f"{model.parameters / 1e9:.2f} B parameters{weights}"
+    yield f"{model.architecture}: {model.layers} layers × {model.hidden_size}, {model.dtype}, {parameters}"
     yield f"hooks: {', '.join(found.hooks)}"
     yield ""
     yield "Memory of each rank, at most:"

@@ -57,7 +57,7 @@ def test_every_hook_gives_the_rows_of_the_dequantised_checkpoint(form: str, made
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "form", "way"), LONG, ids=[f"{name} {form} {way.name}" for name, form, way in LONG])
-def test_other_models_and_ways_to_run_give_the_rows_of_the_dequantised_checkpoint(
+def test_other_models_and_ways_give_the_rows_of_the_dequantised_checkpoint(
     name: str, form: str, way: Way, made: Maker, nurseries, tmp_path
 ) -> None:
     """Compiled: a site between a norm and the rounding of its output still sees, and edits, the rows."""

@@ -118,6 +118,19 @@ def test_parameters_are_counted_from_the_shape(config: dict[str, Any], billions:
     assert model_of(config).parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
+_INT4 = {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "gib"),
+    [({}, 0), ({"quant_method": "fp8"}, 8.46), ({"quant_method": "awq", "bits": 4}, 5.21), (_INT4, 5.21), ({"quant_method": "new"}, 0)],
+)
+def test_quantised_weights_count_with_their_bits_and_embeddings_with_16(quantisation: dict[str, Any], gib: float) -> None:
+    model = model_of(LLAMA_8B | {"quantization_config": quantisation})
+    assert model.parameters * model.weight_bytes / (1 << 30) == pytest.approx(gib, rel=0.01)
+    assert (plan(model, Settings()).step_s < plan(model_of(LLAMA_8B), Settings()).step_s) is (gib > 0)
+
+
 @pytest.mark.parametrize(("given", "dtype"), [("auto", "bfloat16"), ("float32", "float32")])
 def test_a_checkpoint_in_float32_is_served_in_bfloat16_unless_told_otherwise(given: str, dtype: str) -> None:
     assert model_of(TINY | {"dtype": "float32"}, given).dtype == dtype

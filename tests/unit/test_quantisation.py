@@ -114,7 +114,7 @@ def test_4_bit_weights_with_8_bit_activations_have_a_caveat(monkeypatch: pytest.
     assert judge(facts("gptq")).caveats == ()
 
 
-def test_experts_that_the_checkpoint_leaves_as_they_are_are_not_quantised() -> None:
+def test_experts_that_a_checkpoint_leaves_out_are_not_quantised() -> None:
     from midstream.workers.runner.quantisation import _leaves_out_experts
 
     assert _leaves_out_experts({"ignore": ["re:.*experts.*"]})
@@ -192,7 +192,7 @@ def test_loaded_layers_with_scales_of_their_own_are_served(part: Part) -> None:
 # -- the page ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_format_and_checkpoint_has_its_row_of_figures_within_their_tolerance() -> None:
+def test_every_format_and_checkpoint_has_figures_within_their_tolerance() -> None:
     table = read_page(PAGE.read_text())
     wanted = {(row, column) for row, column, _ in cases()}
     assert {(row, column) for row, columns in table.items() for column, cell in columns.items() if cell} == wanted
@@ -200,7 +200,7 @@ def test_every_format_and_checkpoint_has_its_row_of_figures_within_their_toleran
     assert exceeded == {}
 
 
-def test_the_page_quotes_the_tolerances_and_names_what_is_refused_and_what_has_a_caveat() -> None:
+def test_the_page_quotes_the_tolerances_and_lists_every_refusal_and_caveat() -> None:
     page = PAGE.read_text()
     assert all(f"| {dtypes} | {each.limit:g} | {each.reason} |" in page for dtypes, each in QUANTISED.items())
     assert all(f"`{name}`" in page for name in GPU_ONLY | MEASURED)

@@ -43,6 +43,7 @@ class Model(NamedTuple):
     dtype: str
     parameters: float
     max_model_len: int
+    weight_bytes: float = 0.0  # of a parameter on average, where they are quantised
 
     @property
     def row_bytes(self) -> int:
@@ -109,6 +110,7 @@ def model_of(config: Mapping[str, Any], dtype: str = "auto") -> Model:
         _AUTO.get(text["dtype"], text["dtype"]) if dtype == "auto" else dtype,
         _parameters(text),
         int(text.get("max_position_embeddings") or 0),
+        _weight_bytes(config, text),
     )
 
 
@@ -119,8 +121,21 @@ def _parameters(config: Mapping[str, Any]) -> float:
     attention = 2 * (heads + shared) * int(config.get("head_dim") or hidden // heads) * hidden
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 1)
     width = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * hidden)
-    embeddings = int(config["vocab_size"]) * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return embeddings + int(config["num_hidden_layers"]) * (attention + 3 * experts * width * hidden)
+    return _embeddings(config) + int(config["num_hidden_layers"]) * (attention + 3 * experts * width * hidden)
+
+
+def _embeddings(config: Mapping[str, Any]) -> float:
+    return int(config["vocab_size"]) * int(config["hidden_size"]) * (1 if config.get("tie_word_embeddings") else 2)
+
+
+def _weight_bytes(config: Mapping[str, Any], text: Mapping[str, Any]) -> float:
+    """Of a parameter on average in a quantised checkpoint, whose embeddings stay at 2 bytes; 0: not quantised, or not known."""
+    raw = config.get("quantization_config") or text.get("quantization_config") or {}
+    groups = [group.get("weights") or {} for group in (raw.get("config_groups") or {}).values()]
+    bits = raw.get("bits") or raw.get("w_bit") or next((group.get("num_bits") for group in groups), None)
+    bits = bits or (8 if raw.get("quant_method") == "fp8" else 4 if "mxfp4" in str(raw.get("quant_method")) else 0)
+    whole, kept = _parameters(text), _embeddings(text)
+    return (kept * 2 + (whole - kept) * int(bits) / 8) / whole if bits else 0.0
 
 
 def plan(
@@ -149,7 +164,7 @@ def plan(
         )  # fmt: skip
     shape = Shape(
         model.architecture, model.variant, layers, model.hidden_size, model.parameters * layers / model.layers,
-        settings.tensor_parallel_size, ITEM_BYTES[model.dtype],
+        settings.tensor_parallel_size, ITEM_BYTES[model.dtype], model.weight_bytes,
     )  # fmt: skip
     queue = plan_queue(ring, accelerator=gpu, host_bytes=host_bytes, ranks=_ranks(settings), size_mib=settings.capture_queue_mib)
     return Plan(

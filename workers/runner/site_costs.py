@@ -36,6 +36,7 @@ class Shape:
     parameters: float  # of those layers, over all ranks of the stage
     tp: int = 1
     item_bytes: int = 2
+    weight_bytes: float = 0.0  # of a parameter, where they are quantised; 0: as `item_bytes`
 
     @property
     def row_bytes(self) -> int:
@@ -43,7 +44,7 @@ class Shape:
 
     def step_s(self, machine: Machine) -> float:
         """A decode step of stock vLLM, without attention and sampling: weights are read once, two all-reduces for each layer."""
-        read = self.parameters * self.item_bytes / self.tp / (machine.bytes_per_s * machine.weights_share)
+        read = self.parameters * (self.weight_bytes or self.item_bytes) / self.tp / (machine.bytes_per_s * machine.weights_share)
         return read + (2 * self.layers * machine.all_reduce_us / 1e6 if self.tp > 1 else 0.0)
 
 
