@@ -14,6 +14,7 @@ from litestar import Request
 from ..broker.artifacts.retention import Usage
 from ..broker.ledger.jobs import Ledger, Outcome, new_job_id
 from ..broker.ledger.keys import Keys
+from ..broker.ledger.loras import Loras
 from ..broker.ledger.scripts import stored_tags
 from ..broker.ledger.source_runs import SourceRuns
 from ..broker.ledger.steering import Steering
@@ -34,6 +35,7 @@ from ..storage.store import open_store
 from .operations.disks import Disks
 from .resolve import admission, global_capture, patches, steering
 from .resolve.callback_url import check_callback
+from .resolve.loras import named_lora
 from .resolve.model_state import NOTHING, ModelState, find_runs
 from .resolve.request_parsing import ParsedRequest
 from .resolve.tokenizer import Codec
@@ -70,6 +72,7 @@ class AppContext:
         self.hosts = Hosts(settings, settings.api_host, asks_for_keys(settings))
         self.key_watch = KeyWatch(self.keys, self.gate.always)
         self.steering = Steering(ledger)
+        self.loras = Loras(ledger)
         self.watcher = watcher
         self.celery = celery
         self.store = open_store(settings.capture_root)
@@ -145,10 +148,11 @@ class AppContext:
         """
         info = await self.model(parsed.model)
         named = steering.modules_named(parsed.steering, parsed.patch)
-        if (named or patches.runs_of(parsed.patch)) and idempotency and (known := await self.ledger.repeated(idempotency)):
-            return known  # whatever has become of the modules and runs since
+        if (named or parsed.lora or patches.runs_of(parsed.patch)) and idempotency and (known := await self.ledger.repeated(idempotency)):
+            return known  # whatever has become of the modules, runs and adapters since
+        lora = await named_lora(parsed.lora, info, self.loras)
         model_state = await self.model_state(info.name, named, caller, parsed.patch) if parsed.steering or parsed.patch else NOTHING
-        admitted = await admission.admit(parsed, info, await self.codec(info), new_job_id(), model_state, caller)
+        admitted = await admission.admit(parsed, info, await self.codec(info), new_job_id(), model_state, caller, lora)
         return await self.accept(admitted.job, info, admitted.blobs, idempotency, admitted.pinned)
 
     async def accept(

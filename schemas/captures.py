@@ -5,6 +5,7 @@ from pathlib import PurePosixPath
 import msgspec
 
 from .base import Record
+from .loras import LoraUse
 from .specs import CaptureStatus
 
 #: `format` of the manifest in a blob's safetensors metadata.
@@ -61,6 +62,7 @@ class Manifest(msgspec.Struct):
     num_layers: int = 0  # of the whole model, for negative layers; 0: written by an older version
     caveats: list[str] = []  # in what rows of this model, as it was served, may differ from transformers'
     non_finite: int = 0  # rows of this blob with values that are not finite: the model gave them, or `dtype` does not hold them
+    lora: LoraUse | None = None  # adapter that the rows were computed with
 
 
 class BlobEntry(msgspec.Struct):
@@ -108,6 +110,7 @@ class CaptureManifest(Record):
     files: list[ManifestFile]
     detail: str = ""
     caveats: list[str] = []  # in what rows of this model, as it was served, may differ from transformers'
+    lora: LoraUse | None = None  # adapter that the rows were computed with
 
 
 class CaptureEntry(Record):

@@ -9,9 +9,10 @@ import msgspec
 from .base import Record
 from .chat import Conversation
 from .errors import Problem
-from .handling import Callback, Handling, Priority
+from .handling import Callback, Priority
 from .keys import DEFAULT_TENANT
 from .limits import MAX_INT64, MAX_PROMPTS, MAX_STOP_TEXT, MAX_STOP_TOKENS, MAX_STOPS, Count, Index, Metadata, Name, Text, TokenIds
+from .loras import Adapted, LoraUse, StoredLora
 from .specs import CaptureSpec, CaptureStatus, PatchList, SteeringList, StoredCapture, StoredSteering
 from .states import TERMINAL as TERMINAL
 from .states import TRANSITIONS as TRANSITIONS
@@ -50,7 +51,7 @@ class SamplingRequest(Sampling):
     stop_token_ids: StopTokens = []
 
 
-class JobRequest(Handling, kw_only=True):
+class JobRequest(Adapted, kw_only=True):
     """Body of `POST /v1/jobs`: `prompts`, or conversations in `messages`."""
 
     model: Name
@@ -95,10 +96,11 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     expires: float | None = None  # seconds since the epoch: aborted if it was never begun by then
     callback: Callback | None = None
     trace: str = ""  # W3C traceparent of its submission; empty: not traced
+    lora: StoredLora | None = None  # adapter that all its requests are computed with
 
     @property
     def wants_receipts(self) -> bool:
-        return any(self.captures) or any(self.steering) or self.sweep is not None
+        return any(self.captures) or any(self.steering) or self.sweep is not None or self.lora is not None
 
     @cached_property
     def captured(self) -> dict[str, int]:
@@ -234,7 +236,8 @@ class JobView(Record, omit_defaults=True):
     priority: Priority = "normal"
     expires: float | None = None  # aborted if it was never begun by then
     callback_url: str | None = None
-    steered: bool = False  # something edits it: its own steering, or the global one that it was started under
+    steered: bool = False  # something edits it: its own steering, its adapter, or the global steering that it was started under
+    lora: LoraUse | None = None
 
 
 class JobResult(Record):
@@ -248,6 +251,7 @@ class JobResult(Record):
     determinism: Determinism | None  # null when nothing of the job was captured or steered
     attempt: int
     sweep: SweepResult | None = None
+    lora: LoraUse | None = None  # the adapter that it ran with
 
 
 class JobPage(Record):

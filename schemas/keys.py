@@ -10,7 +10,7 @@ from .handling import Priority
 from .limits import MAX_INT64, MAX_SCOPES, MAX_TAG
 
 #: `submit`: jobs and sweeps, their cancel, modules, source runs, deletion of what is one's own. `read`: look at what is one's own.
-#: `steer-global`: change global steering. `observe`: read service-wide status, metrics and workers.
+#: `steer-global`: change global steering, register adapters. `observe`: read service-wide status, metrics and workers.
 #: `admin`: everything, of every tenant, and the keys themselves.
 Scope = Literal["submit", "read", "steer-global", "observe", "admin"]
 SCOPES: tuple[Scope, ...] = ("submit", "read", "steer-global", "observe", "admin")

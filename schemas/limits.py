@@ -25,6 +25,7 @@ MAX_NAME = 200  # of models, modules, runs, jobs, spans of a sweep and consumers
 MAX_TAG = 64  # tags of captures, names of source runs and tenants
 MAX_MODULE_NAME = 128
 MAX_URL = 2048
+MAX_PATH = 1024  # of an adapter's folder
 MAX_HEADER = 4096  # of the headers in use
 MAX_IDEMPOTENCY_KEY = 255
 MAX_DESCRIPTION = 1000
@@ -65,6 +66,11 @@ MAX_TENSOR_DIMS = 2
 MAX_TENSOR_BYTES = 8 << 20
 MAX_FILE_TENSORS = 3 * MAX_ENTRIES  # of a module's safetensors file: `lowrank` has three
 MAX_FILE_HEADER = 4 << 20  # bytes of that file's header
+
+# --- Adapters ------------------------------------------------------------------------------------------------------------
+
+MAX_LORA_CONFIG = 1 << 20  # bytes of adapter_config.json
+MAX_LORA_BYTES = 2 << 30  # of adapter_model.safetensors
 
 # --- Sweeps --------------------------------------------------------------------------------------------------------------
 

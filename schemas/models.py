@@ -3,6 +3,7 @@
 import hashlib
 
 from .base import Published, Record, to_msgpack
+from .loras import LoraSupport
 from .specs import CaptureSpec
 
 
@@ -35,6 +36,7 @@ class ModelInfo(Published):
     multimodal: bool = False
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint
     quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
+    lora: LoraSupport | None = None  # None: no adapters are served
     wire: int = 0  # of the worker, see `schemas.compatibility`
     oldest_wire: int = 0
 

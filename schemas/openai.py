@@ -12,9 +12,9 @@ from msgspec import UNSET, UnsetType
 from .base import Record
 from .chat import Conversation
 from .errors import Problem
-from .handling import Handling
 from .jobs import CaptureResults, Determinism, Prompt, Seed, StopText, StopTexts, StopTokens
 from .limits import MAX_PROMPT_TOKENS, Count, Index, Label, Metadata, Name, Text
+from .loras import Adapted, LoraSupport
 from .specs import CaptureSpec, PatchList, SteeringList
 
 #: Field → the values that ask for nothing. Anything else is refused with the field's name.
@@ -63,7 +63,7 @@ class StreamOptions(Record):
     include_obfuscation: bool = False  # nothing is padded either way
 
 
-class OpenAIRequest(Handling, kw_only=True):
+class OpenAIRequest(Adapted, kw_only=True):
     """What both endpoints share. `temperature` is 1 by default, as in OpenAI's API; a job's is 0."""
 
     model: Name
@@ -252,6 +252,7 @@ class ModelCard(Record):
     global_captures: list[CaptureSpec] = []  # what the operator captures of every request
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint, as sentences
     quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
+    lora: LoraSupport | None = None  # what an adapter may change; null: none are served
 
 
 class ModelList(Record):

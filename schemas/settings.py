@@ -74,6 +74,12 @@ class Settings(Record):
     block_size: Count | None = None  # tokens in a block of the KV cache, of which only whole ones are shared; default: the platform's
     num_gpu_blocks: Count | None = None  # override of the KV cache's size in blocks
 
+    # LoRA adapters
+    lora_dir: str = ""  # folder below which adapters may be registered, at the same path on API and worker machines; empty: none are served
+    max_loras: Count = 4  # distinct adapters in one engine step
+    max_cpu_loras: Count = 16  # adapters that each rank keeps loaded; jobs that need more wait
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64  # of an adapter; memory for it is reserved `max_loras` times
+
     # The data plane
     hooks: str = "all"  # hook points that exist, separated by commas: fewer cost less in compiled forwards
     steering_rows: Count = 256  # distinct steering configurations in the engine; more than `max_num_seqs`: waiting requests prepare theirs

@@ -5,13 +5,14 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from .base import Record
+from .loras import LoraUse
 from .selectors import Hook, as_ranges
 from .specs import Tag
 
 RunState = Literal["pending", "ready", "failed", "deleted"]
 
 
-class Run(Record):
+class Run(Record, omit_defaults=True):
     """What a run's name points at, as the ledger keeps it. A job's captures never change, so neither does what it names."""
 
     name: str
@@ -19,6 +20,7 @@ class Run(Record):
     job: str
     tag: str  # of the captures
     created: float
+    lora: LoraUse | None = None  # adapter that its rows were computed with
 
 
 class RunPrompt(Record):
@@ -47,6 +49,7 @@ class RunView(Record):
     bytes: int = 0
     in_use: int = 0  # jobs that hold it now, on any worker
     held_by: list[str] = []  # workers that have it in memory now
+    lora: LoraUse | None = None  # adapter that its rows were computed with
     prompts: list[RunPrompt] | None = None
 
 

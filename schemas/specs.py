@@ -10,6 +10,7 @@ from .base import Record
 from .dtypes import ITEM_BYTES, RowDType
 from .interventions import FAMILY, MEANINGS, Family, SteeringOp
 from .limits import MAX_CONSUMERS, MAX_ENTRIES, MAX_HOOKS, MAX_MODULE_NAME, MAX_POSITIONS, MAX_TAG, Count, Index, Name
+from .loras import LoraUse
 from .selectors import (
     DimensionSelector,
     Hook,
@@ -284,6 +285,7 @@ class RankSpec(Record):
     base: str = ""  # the run of the same tokens without interventions: its kept blocks serve this one below `first_affected`
     keep_blocks: str = ""  # keep the KV cache of its prompt, where there is room, for requests whose `base` names this run
     trace: str = ""  # W3C traceparent of the attempt: goes into the receipts
+    lora: LoraUse | None = None  # adapter that its rows are computed with
 
     @property
     def key(self) -> str:

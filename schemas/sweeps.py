@@ -8,7 +8,6 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from .base import Record
-from .handling import Handling
 from .limits import (
     MAX_ANSWER_TEXT,
     MAX_ANSWER_TOKENS,
@@ -24,6 +23,7 @@ from .limits import (
     Text,
     TokenIds,
 )
+from .loras import Adapted
 from .receipts import Receipt
 from .selectors import DimensionSelector, Hook, HookName, LayerSelector, Place, RequestedPositions
 
@@ -77,7 +77,7 @@ class PatchWindow(Record):
     positions: Count = 1
 
 
-class SweepRequest(Handling, kw_only=True):
+class SweepRequest(Adapted, kw_only=True):
     """Body of `POST /v1/sweeps`."""
 
     model: Name

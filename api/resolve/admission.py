@@ -18,6 +18,7 @@ from ...schemas.errors import MidstreamError, invalid
 from ...schemas.handling import Handling, callback_of
 from ...schemas.jobs import Job, Sampling, StoredPrompt
 from ...schemas.keys import EVERYBODY, Caller, scoped
+from ...schemas.loras import StoredLora
 from ...schemas.models import ModelInfo
 from ...schemas.selectors import DimensionSelector, LayerSelector, RequestedPositions, Span, parts_of
 from ...schemas.specs import PatchSpec, StoredCapture, StoredSteering
@@ -259,9 +260,10 @@ def facts_of(parsed: ParsedRequest, prompts: Sequence[StoredPrompt], codec: Code
 
 
 async def admit(
-    parsed: ParsedRequest, model: ModelInfo, codec: Codec, job_id: str, model_state: ModelState = NOTHING, caller: Caller = EVERYBODY
-) -> Admitted:
-    """The wish as a job of `caller` under `job_id`. Raises a 400 with the path of the first field at fault."""
+    parsed: ParsedRequest, model: ModelInfo, codec: Codec, job_id: str, model_state: ModelState = NOTHING, caller: Caller = EVERYBODY,
+    lora: StoredLora | None = None,
+) -> Admitted:  # fmt: skip
+    """The wish as a job of `caller` under `job_id`, with this adapter. Raises a 400 with the path of the first field at fault."""
     check_sampling(parsed.sampling, parsed.sampling_at, model)
     prompts = await tokenise(parsed.prompts, model, codec)
     max_tokens = check_lengths(parsed, prompts, model)
@@ -280,6 +282,7 @@ async def admit(
         modules={name: model_state.modules[name].digest for name in modules_named(parsed.steering, parsed.patch)},
         runs={name: model_state.runs[name].job for name in runs_of(parsed.patch)},
         run=scoped(caller.tenant, parsed.capture.run) if parsed.capture and parsed.capture.run else "",
+        lora=lora,
         **handled(parsed.handling, caller),
     )
     named = {name for module in model_state.modules.values() for name in module.tensors}

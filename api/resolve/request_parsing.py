@@ -45,6 +45,7 @@ class ParsedRequest:
     stream: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
     handling: Handling = field(default_factory=Handling)
+    lora: str | None = None
 
 
 def parse_job(body: JobRequest) -> ParsedRequest:
@@ -66,6 +67,7 @@ def parse_job(body: JobRequest) -> ParsedRequest:
         patch=body.patch,
         metadata=body.metadata,
         handling=handling_of(body),
+        lora=body.lora,
     )
 
 
@@ -85,6 +87,7 @@ def parse_completion(body: CompletionRequest) -> ParsedRequest:
         stream=bool(body.stream),
         metadata=body.metadata or {},
         handling=handling_of(body),
+        lora=body.lora,
     )
 
 
@@ -110,6 +113,7 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
         stream=bool(body.stream),
         metadata=body.metadata or {},
         handling=handling_of(body),
+        lora=body.lora,
     )
 
 

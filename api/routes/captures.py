@@ -18,6 +18,7 @@ from ...schemas.errors import MidstreamError, invalid
 from ...schemas.jobs import CaptureResults, FileEntry
 from ...schemas.keys import Caller
 from ...schemas.limits import MAX_COUNT, MAX_LAYER_TEXT, MAX_NAME, MAX_TAG
+from ...schemas.loras import LoraUse
 from ...schemas.selectors import ALIASES, joined
 from ..context import AppContext, context_of
 from ..responses import packed
@@ -84,8 +85,8 @@ def _places(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> l
     return [place_in(context.store, job_id, entry.request, entry) for entry in entries]
 
 
-def _described(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> tuple[list[ManifestFile], list[str]]:
-    """The entries, completed from the blobs' manifests; and the distinct caveats of all of them."""
+def _described(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> tuple[list[ManifestFile], list[str], LoraUse | None]:
+    """The entries, completed from the blobs' manifests; the distinct caveats of all of them; the adapter, which is the same."""
     headers = read_headers(context.store, job_id, _places(context, job_id, entries))
     files = [
         ManifestFile(
@@ -111,7 +112,8 @@ def _described(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -
         )
         for entry, header in zip(entries, headers, strict=True)
     ]
-    return files, list(dict.fromkeys(caveat for header in headers for caveat in header.manifest.caveats))
+    caveats = list(dict.fromkeys(caveat for header in headers for caveat in header.manifest.caveats))
+    return files, caveats, next((header.manifest.lora for header in headers), None)
 
 
 @get(
@@ -135,7 +137,7 @@ async def list_captures(
 async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     context = context_of(request)
     results = await _captured(context, caller_of(request), job_id)
-    files, caveats = await _read(context, job_id, results.files, _described)
+    files, caveats, lora = await _read(context, job_id, results.files, _described)
     return CaptureManifest(
         job=job_id,
         status=results.status,
@@ -145,6 +147,7 @@ async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
         files=files,
         detail=results.detail,
         caveats=caveats,
+        lora=lora,
     )
 
 

@@ -62,6 +62,7 @@ def _card(info: ModelInfo, workers: int) -> ModelCard:
         global_captures=info.global_captures,
         caveats=info.caveats,
         quantization=info.quantization,
+        lora=info.lora,
     )
 
 

@@ -11,6 +11,7 @@ from ...schemas.keys import Caller
 from ...schemas.sweeps import SweepRequest
 from ..context import AppContext, context_of
 from ..resolve.admission import handled
+from ..resolve.loras import named_lora
 from ..resolve.sweep_plan import plan_sweep
 from ..web.auth import caller_of
 from ..web.body import JsonRequest
@@ -22,6 +23,7 @@ async def submit_sweep(context: AppContext, body: SweepRequest, idempotency: tup
     info = await context.model(body.model)
     if idempotency and (known := await context.ledger.repeated(idempotency)):
         return known  # counted already
+    lora = await named_lora(body.lora, info, context.loras)
     global_steering = (await context.model_state(info.name, [], caller)).global_steering
     sweep, blobs = await plan_sweep(body, info, await context.codec(info), context.settings, global_steering)
     job = Job(
@@ -33,6 +35,7 @@ async def submit_sweep(context: AppContext, body: SweepRequest, idempotency: tup
         created=now(),
         metadata=body.metadata,
         sweep=sweep,
+        lora=lora,
         **handled(body, caller),
     )
     return await context.accept(job, info, blobs, idempotency)

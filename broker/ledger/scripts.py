@@ -18,6 +18,7 @@ from ...schemas.base import now, to_json, to_msgpack
 from ...schemas.errors import STATUS_OF_KIND, MidstreamError
 from ...schemas.jobs import TERMINAL, TRANSITIONS, Job, State
 from ...schemas.keys import unscoped
+from ...schemas.loras import use_of
 from ...schemas.receipts import LostRange, Receipt
 from ...schemas.settings import Settings
 from ...schemas.source_runs import Run
@@ -134,8 +135,10 @@ def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]
 
 
 def asked_requests(job: Job) -> int:
-    """Number of the job's prompts that have an intervention or a capture, and so get a receipt from every rank. (0 for a sweep, which
-    reads its own receipts.)"""
+    """Number of the job's prompts that have an intervention, a capture or an adapter, and so get a receipt from every rank.
+    (0 for a sweep, which reads its own receipts.)"""
+    if job.lora is not None:
+        return len(job.prompts)
     return sum(1 for captures, steering in zip_longest(job.captures, job.steering) if captures or steering)
 
 
@@ -164,7 +167,7 @@ def submit(
     that its user did not request."""
     tags = stored_tags(job)
     key, body = idempotency or (None, None)
-    run = Run(name=job.run, model=job.model, job=job.id, tag=tags[0], created=job.created) if job.run else None
+    run = Run(name=job.run, model=job.model, job=job.id, tag=tags[0], created=job.created, lora=use_of(job.lora)) if job.run else None
     return pack(
         settings,
         id=job.id,
@@ -175,7 +178,7 @@ def submit(
         prompts=len(job.prompts) if job.sweep is None else Units(job.sweep).requests,
         asked=asked_requests(job),
         captures=any(job.captures) or job.sweep is not None,
-        steers=any(job.steering),
+        steers=any(job.steering) or job.lora is not None,
         metadata=to_json(job.metadata),
         written_by=__version__,
         idem=key,
@@ -185,6 +188,7 @@ def submit(
         modules=to_json(job.modules),
         cells=job.sweep.num_cells if job.sweep is not None else 0,
         runs=to_json(job.runs),
+        lora=to_json(use_of(job.lora)) if job.lora is not None else None,
         run=job.run or None,
         packed_run=to_msgpack(run) if run else None,
         tenant=job.tenant,

@@ -268,6 +268,7 @@ class SourceRuns:
                 state=standing.state,
                 detail=standing.detail,
                 bytes=standing.bytes,
+                lora=run.lora,
                 in_use=int(count),
                 held_by=[worker for worker, held in zip(workers, caches, strict=True) if _captures_of_run(run) in held],
             )

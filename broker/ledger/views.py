@@ -21,6 +21,7 @@ from ...schemas.jobs import (
     State,
 )
 from ...schemas.keys import DEFAULT_TENANT, shown
+from ...schemas.loras import LoraUse
 from ...schemas.receipts import CapturedFile, Receipt, receipt_decoder
 from ...schemas.selectors import as_ranges
 from ...schemas.settings import Settings
@@ -33,7 +34,7 @@ FIELDS = [
     "state", "kind", "model", "attempt", "version", "created", "queued", "started", "generated", "cancelling", "finished", "worker",
     "capture_status", "receipts", "expected", "prompts", "error", "metadata", "captures", "steers", "everyone", "global_version",
     "retried", "modules", "runs", "run", "cells", "cells_expected",
-    "tenant", "priority", "expires", "callback",
+    "tenant", "priority", "expires", "callback", "lora",
 ]  # fmt: skip
 
 #: Ranges of positions that a detail lists; the rest are only counted.
@@ -103,6 +104,7 @@ def view(job_id: str, values: Sequence[bytes | None], settings: Settings) -> Job
         priority=cast(Priority, record["priority"].decode()) if "priority" in record else "normal",
         expires=moment("expires"),
         callback_url=from_json(record["callback"], Callback).url if "callback" in record else None,
+        lora=from_json(record["lora"], LoraUse) if "lora" in record else None,
     )
 
 
@@ -132,6 +134,7 @@ def result(
         determinism=determinism(view, known, ticket) if known.captures or view.steered else None,
         attempt=view.attempt,
         sweep=sweep,
+        lora=view.lora,
     )
 
 

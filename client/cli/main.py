@@ -15,7 +15,7 @@ from ...schemas.settings import SettingsError, load_settings
 from ...schemas.version import __version__
 from ..extras import MissingExtraError, explained, need
 from ..sdk import discovery
-from . import acl, captures, curve, jobs, keys, service, source_runs, stack, steering, sweeps, webhooks
+from . import acl, captures, curve, jobs, keys, loras, service, source_runs, stack, steering, sweeps, webhooks
 from .jobs import AsJson, Url, connect, err, out
 from .options import HOOKS_FORM, overrides
 
@@ -132,6 +132,7 @@ def version(url: Url = None) -> None:
 jobs.register(app)
 captures.register(app)
 steering.register(app)
+loras.register(app)
 source_runs.register(app)
 sweeps.register(app)
 service.register(app)

@@ -327,6 +327,7 @@ def _option(kind: Any, **settings: Any) -> Any:
 
 #: Option as a parameter → what it sets. Every command that submits takes all of them, by `with_handling`.
 HANDLING: dict[str, HandlingOption] = {
+    "lora": HandlingOption("lora", _option(str | None, metavar="NAME", help="Compute everything with this LoRA adapter.")),
     "priority": HandlingOption("priority", _option(str | None, help="high, normal (default) or low.")),
     "expires_in": HandlingOption(
         "expires_in",

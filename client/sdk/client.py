@@ -21,6 +21,7 @@ from ..captures.row_matrix import Rows, matrix
 from . import discovery, download, wire
 from . import jobs as calls
 from .keys import AsyncKeyCalls, KeyCalls
+from .loras import AsyncLoraCalls, LoraCalls
 from .progress import prompts_bar
 from .service import AsyncServiceCalls, ServiceCalls
 from .source_runs import AsyncRunCalls, RunCalls
@@ -31,7 +32,7 @@ from .webhooks import AsyncWebhookCalls, WebhookCalls
 from .wire import Answer, Call, Capture, JobLike, Patch, Steering
 
 
-class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, ServiceCalls, TokenCalls):
+class Client(SteeringCalls, LoraCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, ServiceCalls, TokenCalls):
     """The blocking client. `url`: where the API is; by default that of the running stack, found as the commands find it
     (`client.sdk.discovery`). `api_key`: else that of MIDSTREAM_API_KEY.
 
@@ -255,7 +256,9 @@ class Client(SteeringCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, Servic
                 time.sleep(wire.PAUSE_S)
 
 
-class AsyncClient(AsyncSteeringCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCalls, AsyncWebhookCalls, AsyncServiceCalls, AsyncTokenCalls):
+class AsyncClient(
+    AsyncSteeringCalls, AsyncLoraCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCalls, AsyncWebhookCalls, AsyncServiceCalls, AsyncTokenCalls
+):
     """The awaiting client: the calls of `Client`, as coroutines. Raises the same."""
 
     def __init__(self, url: str | None = None, api_key: str | None = None):

@@ -4,10 +4,12 @@ Run as `python engine_process.py`; settings come from the environment. Used thro
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import sys
 import unittest.mock
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -118,6 +120,19 @@ async def resume(engine: Any, command: Command, answer: Answer) -> None:
     await engine._llm.resume_generation()
 
 
+@contextlib.asynccontextmanager
+async def adapter(engine: Any, job: Job) -> AsyncIterator[None]:
+    """The job's adapter on the ranks."""
+    if job.lora is None:
+        yield
+        return
+    await engine.hold_lora(job.lora)
+    try:
+        yield
+    finally:
+        await engine.release_lora(job.lora)
+
+
 async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
     async def fetch(name: str) -> Tensor:
         return command.vectors[name]
@@ -155,7 +170,8 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
         try:
             await engine.hold_vectors(names, fetch)
             try:
-                outputs = await asyncio.gather(*(one(request) for request in range(len(job.prompts))))
+                async with adapter(engine, job):
+                    outputs = await asyncio.gather(*(one(request) for request in range(len(job.prompts))))
             finally:
                 await engine.release_vectors(names)
         finally:

@@ -21,6 +21,7 @@ from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.base import from_json, from_msgpack, to_json
 from midstream.schemas.interventions import STEERING_FIELDS
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
+from midstream.schemas.loras import StoredLora
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.selectors import Hook, PositionSelector
@@ -112,6 +113,7 @@ class Host:
         max_tokens: int = 4,
         capture: StoredCapture | list[StoredCapture] | None = None,
         steering: list[StoredSteering] | None = None,
+        lora: StoredLora | None = None,
         **sampling: Any,
     ) -> Job:
         """A job with a new id; the capture's positions are resolved against each prompt."""
@@ -125,6 +127,7 @@ class Host:
             created=0.0,
             steering=[steering for _ in prompts] if steering else [],
             captures=[[_resolved(each, prompt) for each in captures] for prompt in prompts] if captures else [],
+            lora=lora,
         )
 
     def run(self, *jobs: Job, cancel_after: dict[str, int] | None = None) -> dict[str, list[Output]]:

@@ -154,10 +154,10 @@ class InprocLLM:
     async def _in_thread(self, call: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, params: Any, request_id: str, lora_request: Any = None) -> AsyncIterator[Any]:
         queue = self._outputs[request_id] = asyncio.Queue()
         try:
-            self._internal[request_id] = await self._in_thread(self._llm.add_request, request_id, prompt, params)
+            self._internal[request_id] = await self._in_thread(self._llm.add_request, request_id, prompt, params, None, lora_request)
             self._go_on()
             while True:
                 output = await queue.get()

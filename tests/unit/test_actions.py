@@ -20,6 +20,7 @@ ONE_OF_EACH: list[tuple[Any, ...]] = [
     (5, "row_admit", "key", 0xDEADBEEF),
     (8, "row_release", "key"),
     (2**40, "steer", "job", 0, 1, "d" * 64),
+    (2**40, "lora", "job", 0, 1, "e" * 64),
 ]
 #: Checksum after each of them, one after the other.
 PINNED = [
@@ -32,6 +33,7 @@ PINNED = [
     "245d8f17958844ca",
     "abcb80730c60ffd7",
     "1192d00de7aa7199",
+    "8f7e6d032075ac14",
 ]
 
 _TEXT, _NUMBER = st.text(max_size=8), st.integers(0, 2**32)

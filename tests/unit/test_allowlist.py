@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig
 from vllm.config import (
     AttentionConfig,
@@ -34,8 +35,9 @@ HARMLESS: dict[type, set[str]] = {
         "attention_config", "aux_output_config", "mamba_config", "kernel_config", "structured_outputs_config", "observability_config",
         "logging_config", "quant_config", "compilation_config", "profiler_config", "kv_events_config", "ec_manager_config",
         "reasoning_config", "additional_config", "instance_id", "optimization_level", "performance_mode", "shutdown_timeout",
-        "speculative_config",
+        "speculative_config", "lora_config",
     },
+    LoRAConfig: {"max_lora_rank", "max_loras", "max_cpu_loras", "lora_dtype"},
     ParallelConfig: {
         "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size_local", "data_parallel_rank", "data_parallel_rank_local",
         "data_parallel_master_ip", "data_parallel_rpc_port", "dp_sync_interval", "data_parallel_master_port", "data_parallel_backend",
@@ -105,6 +107,31 @@ def speculating(method: str = "ngram", **options: Any) -> SpeculativeConfig:
     return made
 
 
+def adapters(config: VllmConfig, **options: Any) -> LoRAConfig:
+    """As our settings lead to them, but for `options`."""
+    made = LoRAConfig(lora_dtype=config.model_config.dtype)
+    for name, value in options.items():
+        object.__setattr__(made, name, value)
+    put(config, "lora_config", made)
+    put(config, "model_config.enforce_eager", True)
+    return made
+
+
+def compiled_adapters(config: VllmConfig) -> None:
+    adapters(config)
+    put(config, "model_config.enforce_eager", False)
+
+
+def quantised_adapters(config: VllmConfig) -> None:
+    adapters(config)
+    put(config, "model_config.quantization", "awq")
+
+
+def drafted_adapters(config: VllmConfig) -> None:
+    adapters(config)
+    put(config, "speculative_config", speculating())
+
+
 def put(config: VllmConfig, path: str, value: Any) -> None:
     *sections, name = path.split(".")
     target: Any = config
@@ -124,7 +151,7 @@ def overlapping(config: VllmConfig) -> None:
     put(config, "scheduler_config.async_scheduling", True)
 
 
-Alter = Callable[[VllmConfig], None]
+Alter = Callable[[VllmConfig], Any]
 
 
 def to(path: str, value: Any) -> tuple[str, Alter]:
@@ -133,6 +160,10 @@ def to(path: str, value: Any) -> tuple[str, Alter]:
 
 def drafts(name: str, value: Any) -> tuple[str, Alter]:
     return f"speculative_config.{name}", lambda config: put(config, "speculative_config", speculating(**{name: value}))
+
+
+def lora(name: str, value: Any) -> tuple[str, Alter]:
+    return f"lora_config.{name}", lambda config: adapters(config, **{name: value})
 
 
 def model_with(name: str, value: Any) -> tuple[str, Alter]:
@@ -164,7 +195,18 @@ WRONG: list[tuple[str, Alter]] = [
     to("parallel_config.worker_extension_cls", "a.plug.In"),
     to("scheduler_config.scheduler_cls", None),
     to("cache_config.kv_sharing_fast_prefill", True),
-    to("lora_config", LoRAConfig()),
+    lora("fully_sharded_loras", True),
+    lora("target_modules", ["q_proj"]),
+    lora("default_mm_loras", {"image": "a"}),
+    lora("enable_tower_connector_lora", True),
+    lora("specialize_active_lora", True),
+    lora("enable_mixed_moe_lora_format", True),
+    lora("enable_moe_shared_loras", True),
+    lora("max_lora_cls_labels", 2),
+    ("lora_config.lora_dtype other than model_config.dtype", lambda config: adapters(config, lora_dtype=torch.float16)),
+    ("lora_config with compilation or graphs", compiled_adapters),
+    ("lora_config with a quantised model", quantised_adapters),
+    ("lora_config with speculative_config", drafted_adapters),
     to("model_config.runner_type", "pooling"),
     model_with("is_encoder_decoder", True),
     (
@@ -206,6 +248,9 @@ WRONG: list[tuple[str, Alter]] = [
 
 def test_what_our_settings_lead_to_is_valid(config: VllmConfig) -> None:
     check(config)
+    adapters(config)
+    check(config)
+    put(config, "lora_config", None)
     put(config, "speculative_config", speculating())
     for mode in CUDAGraphMode:
         put(config, "compilation_config.cudagraph_mode", mode)
@@ -233,11 +278,11 @@ def test_every_rule_is_tried_but_that_of_the_version() -> None:
 
 def test_all_that_is_wrong_is_named_at_once(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     put(config, "parallel_config.enable_dbo", True)
-    put(config, "lora_config", LoRAConfig())
+    adapters(config, fully_sharded_loras=True)
     monkeypatch.setattr(allowlist.vllm, "__version__", "0.33.0")
     with pytest.raises(UnsupportedConfigurationError) as refused:
         check(config)
-    for part in ("enable_dbo is True, valid: False", "lora_config is a LoRAConfig, valid: None", "'0.33.0', valid: '0.32.0'"):
+    for part in ("enable_dbo is True, valid: False", "fully_sharded_loras is True, valid: False", "'0.33.0', valid: '0.32.0'"):
         assert part in str(refused.value)
 
 
@@ -254,6 +299,7 @@ def test_every_setting_of_vllm_is_either_ruled_or_known_to_be_harmless(section: 
     own = {field.name for field in fields(section)}  # type: ignore[arg-type]
     prefix = {
         VllmConfig: "", ParallelConfig: "parallel_config.", SchedulerConfig: "scheduler_config.", CacheConfig: "cache_config.",
+        LoRAConfig: "lora_config.",
         SpeculativeConfig: "speculative_config.", OffloadConfig: "offload_config.", AttentionConfig: "attention_config.",
     }[section]  # fmt: skip
     ruled = {rule.name.removeprefix(prefix).split(".")[0] for rule in RULES if rule.name.startswith(prefix)} & own

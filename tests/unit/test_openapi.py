@@ -31,6 +31,8 @@ PATHS = {
     "/v1/jobs/{job_id}/result": {"get"},
     "/v1/keys": {"get", "post"},
     "/v1/keys/{key_id}": {"delete"},
+    "/v1/loras": {"get", "post"},
+    "/v1/loras/{name}": {"delete", "get"},
     "/v1/models": {"get"},
     "/v1/tokenize": {"post"},
     "/v1/detokenize": {"post"},

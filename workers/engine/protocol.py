@@ -7,6 +7,7 @@ from typing import Protocol
 from ...schemas.errors import MidstreamError
 from ...schemas.jobs import Job, Output, Sampling
 from ...schemas.keys import DEFAULT_TENANT
+from ...schemas.loras import LoraUse, StoredLora, use_of
 from ...schemas.models import ModelInfo, TokenizerBundle
 from ...schemas.source_runs import RunFiles
 from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering
@@ -38,6 +39,7 @@ class EngineRequest:
     keep_blocks: str = ""
     trace: str = ""  # see `RankSpec`
     tenant: str = DEFAULT_TENANT
+    lora: LoraUse | None = None  # an adapter that is held
 
 
 def engine_request(job: Job, request: int, attempt: int, trace: str = "") -> EngineRequest:
@@ -54,6 +56,7 @@ def engine_request(job: Job, request: int, attempt: int, trace: str = "") -> Eng
         stream=job.stream,
         trace=trace,
         tenant=job.tenant,
+        lora=use_of(job.lora),
     )
 
 
@@ -117,6 +120,17 @@ class Engine(Protocol):
 
     def held_runs(self) -> list[str]:
         """Keys of the runs loaded on the ranks, in use or not."""
+
+    async def hold_lora(self, lora: StoredLora) -> None:
+        """Have this adapter on every rank, and keep it there until `release_lora`. Waits while others leave no room for it.
+
+        Raises MidstreamError("invalid_request") when the files are not what was registered or do not fit this model,
+        MidstreamError("intervention_failed") when a rank cannot load them, and Quarantined; a call that raises, or is cancelled,
+        holds nothing.
+        """
+
+    async def release_lora(self, lora: StoredLora) -> None:
+        """Release it; it may stay loaded."""
 
     # Global steering and modules: `workers.serving.steering` calls these one at a time, never concurrently.
 

@@ -8,11 +8,14 @@ from typing import Any
 import msgspec
 
 from ...schemas.errors import MidstreamError
+from ...schemas.loras import StoredLora
+from ...schemas.models import ModelInfo
 from ...schemas.settings import Settings
 from ...schemas.specs import RankSpec, StoredSteering, steering_rows
 from ...schemas.steering import GlobalSteering, RankApplied, RankSteering
 from .admission import RowAdmission, RowDemand
 from .collective import Quarantined, Ranks, Refused, Undo
+from .loras import RankLoras
 from .protocol import Fetch, Locate
 from .source_runs import RankRuns
 from .vectors import RankVectors
@@ -23,6 +26,7 @@ logger = logging.getLogger(__name__)
 class RankControl(ABC):
     """The part of `workers.engine.protocol.Engine` that calls all ranks; an engine adds `_call` and the generation."""
 
+    info: ModelInfo
     on_quarantine: Callable[[str], None]
 
     def __init__(self, settings: Settings) -> None:
@@ -31,6 +35,7 @@ class RankControl(ABC):
         self._ranks = Ranks(self._call, self.world, lambda reason: self.on_quarantine(reason))
         self._vectors = RankVectors(self._ranks, settings.vector_cache_mib << 20)
         self._runs = RankRuns(self._ranks, settings.run_cache_mib << 20)
+        self._loras = RankLoras(self._ranks, settings.lora_dir, settings.max_cpu_loras)
         self._patience_s = settings.steering_wait_s
         self._rows = RowAdmission(settings.steering_rows, settings.steering_entries)
 
@@ -60,6 +65,12 @@ class RankControl(ABC):
 
     def held_runs(self) -> list[str]:
         return self._runs.names
+
+    async def hold_lora(self, lora: StoredLora) -> None:
+        await self._loras.hold(lora, self.info.lora)
+
+    async def release_lora(self, lora: StoredLora) -> None:
+        self._loras.release(lora)
 
     async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
         try:

@@ -10,7 +10,7 @@ from .protocol import EngineRequest
 def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec | None:
     """None if nothing is requested by user or operator: then no rank reports."""
     own, captures = ask.steering, ask.captures
-    if not own and not captures and not global_steering.entries and ask.grade is None:
+    if not own and not captures and not global_steering.entries and ask.grade is None and ask.lora is None:
         return None
     prompt_tokens = len(ask.token_ids)
     global_rows = global_steering.at(prompt_tokens)
@@ -37,6 +37,7 @@ def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec |
         base=ask.base,
         keep_blocks=ask.keep_blocks,
         trace=ask.trace,
+        lora=ask.lora,
     )
 
 

@@ -12,6 +12,7 @@ import msgspec
 from pydantic import ValidationError
 from vllm import TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -20,6 +21,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from ...schemas.engine_errors import in_our_settings
 from ...schemas.errors import MidstreamError
 from ...schemas.global_capture import from_settings
+from ...schemas.lora_files import joined
+from ...schemas.loras import LoraModule, LoraSupport, LoraUse
 from ...schemas.models import ModelInfo, TokenizerBundle
 from ...schemas.ring import Ring, plan_queue, plan_ring
 from ...schemas.selectors import HOOKS
@@ -158,6 +161,7 @@ class VllmEngine(RankControl):
             multimodal=config.is_multimodal_model,
             caveats=[*adapter.caveats, *quantisation.caveats],
             quantization=quantisation.name,
+            lora=await self._lora_support(),
         )
 
     async def generate(self, ask: EngineRequest, global_steering: GlobalSteering) -> AsyncGenerator[Progress, None]:
@@ -179,7 +183,8 @@ class VllmEngine(RankControl):
                 parts = Parts(ask.request)
                 submitted = True
                 # Closed before the rows are released and the ranks notified, so that an abort precedes both.
-                async with aclosing(self._llm.generate(prompt, sampling_params(ask.sampling, spec), request_id)) as outputs:
+                params, lora = sampling_params(ask.sampling, spec), self._lora_request(ask.lora)
+                async with aclosing(self._llm.generate(prompt, params, request_id, lora_request=lora)) as outputs:
                     async for output in outputs:
                         progress = parts.add(output)
                         if progress is not None and progress.finished is not None:
@@ -198,6 +203,19 @@ class VllmEngine(RankControl):
                 self._live.pop((ask.job, ask.attempt), None)
             if submitted and not over and spec is not None and not self._llm.errored:
                 self._ends.notify(spec.key, -1)  # cancelled: vLLM has already sent its abort, so the ranks receive this after it or with it
+
+    def _lora_request(self, lora: LoraUse | None) -> LoRARequest | None:
+        """Of an adapter that is held. Its name and path are part of every block's hash: the content stands in both."""
+        return None if lora is None else LoRARequest(lora.digest, self._loras.number(lora.digest), lora.digest)
+
+    async def _lora_support(self) -> LoraSupport | None:
+        if not self._settings.lora_dir:
+            return None
+        modules: dict[str, list[LoraModule]] = {}
+        for of_rank in await self._call("midstream_lora_modules", ()):
+            for name, shapes in msgspec.convert(of_rank, dict[str, list[LoraModule]]).items():
+                modules[name] = joined(modules.get(name, []), shapes)
+        return LoraSupport(max_rank=self._settings.max_lora_rank, modules=modules)
 
     def _unsplit_rows(self, ask: EngineRequest) -> int:
         """How many rows one rank must have room for so that the request can proceed: its next token's, and its drafts'."""

@@ -46,6 +46,8 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         options["distributed_executor_backend"] = settings.executor
     if settings.speculative_tokens:
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": settings.speculative_tokens} | _NGRAMS
+    if settings.lora_dir:
+        options |= {name: getattr(settings, name) for name in ("max_loras", "max_cpu_loras", "max_lora_rank")} | {"enable_lora": True}
     block_size = settings.block_size or (_CPU_BLOCK if current_platform.is_cpu() else None)
     if block_size is not None:
         options["block_size"] = block_size

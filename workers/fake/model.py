@@ -9,6 +9,7 @@ from tokenizers.models import BPE
 
 from ...schemas.base import to_msgpack
 from ...schemas.global_capture import from_settings
+from ...schemas.loras import LoraModule, LoraSupport
 from ...schemas.models import ModelInfo, TokenizerBundle, encode_bundle
 from ...schemas.selectors import HOOKS, Hook
 from ...schemas.settings import Settings
@@ -18,6 +19,8 @@ from ..runner.consumers import available
 
 NUM_LAYERS = 4
 HIDDEN_SIZE = 8
+FAKE_LINEAR = "model.layers.*.mlp.up_proj"
+LORA_SHAPE = LoraModule(inputs=HIDDEN_SIZE, outputs=HIDDEN_SIZE, layers=f"0-{NUM_LAYERS - 1}")
 BOS, EOS = "<bos>", "<eos>"
 MAX_MODEL_LEN = 4096
 
@@ -68,6 +71,7 @@ def make_info(settings: Settings, tokenizer: Tokenizer, bundle: TokenizerBundle)
         steering_entries=settings.steering_entries,
         global_captures=from_settings(settings, NUM_LAYERS),
         grades=True,
+        lora=LoraSupport(max_rank=settings.max_lora_rank, modules={FAKE_LINEAR: [LORA_SHAPE]}) if settings.lora_dir else None,
     )
 
 

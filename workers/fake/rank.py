@@ -67,6 +67,7 @@ class FakeRank:
         self.load: dict[str, float] = {"outbox": 0, "backlog": 0}
         self.vectors: dict[str, list[int]] = {}  # name → shape
         self.runs: dict[str, RunFiles] = {}  # by key; the rows themselves are not read
+        self.loras: dict[int, str] = {}  # number → digest
         self.modules: dict[str, tuple[str, list[str]]] = {}  # name → (digest, tensors)
         self.current = GlobalSteering()
         self._former = GlobalSteering()
@@ -108,6 +109,17 @@ class FakeRank:
             return False, "injected fault"
         for key in keys:
             self.runs.pop(key, None)
+        return _FINE
+
+    def midstream_put_lora(self, number: int, digest: str, folder: str) -> Answer:
+        if self._faults.strikes("put_lora", self.rank):
+            return False, "injected fault"
+        self.loras[number] = digest
+        return _FINE
+
+    def midstream_drop_loras(self, numbers: list[int]) -> Answer:
+        for number in numbers:
+            self.loras.pop(number, None)
         return _FINE
 
     def midstream_prepare_global(self, steering: dict[str, Any]) -> Answer:
@@ -204,6 +216,10 @@ class FakeRank:
             self._rows[row] += 1
             if self._rows[row] == 1:
                 self._fold("row_admit", row, 0)
+        if spec.lora is not None:
+            if spec.lora.digest not in self.loras.values():
+                return False, f"adapter {spec.lora.digest[:12]} is not loaded"
+            self._fold("lora", spec.job, spec.request, spec.attempt, spec.lora.digest)
         if steering:
             self._fold("steer", spec.job, spec.request, spec.attempt, spec.digest)
         return _FINE

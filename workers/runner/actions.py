@@ -21,6 +21,7 @@ Kind = Literal[
     "row_admit",
     "row_release",
     "steer",
+    "lora",
 ]
 Content = tuple[str | int, ...]
 
@@ -35,6 +36,7 @@ KINDS: dict[Kind, tuple[str, ...]] = {
     "row_admit": ("key", "crc32 of the bytes written"),
     "row_release": ("key",),
     "steer": ("job", "request", "attempt", "digest"),
+    "lora": ("job", "request", "attempt", "digest of the adapter that its rows were computed with"),
 }
 
 _MASK = (1 << 64) - 1

@@ -12,6 +12,8 @@ CALLS = (
     "drop_vectors",
     "put_run",
     "drop_runs",
+    "put_lora",
+    "drop_loras",
     "prepare_global",
     "commit_global",
     "rollback_global",
@@ -30,6 +32,7 @@ KNOWN = {
     "lose_run": "the next look-up of a source run's row finds nothing on this rank",
     "write": "writing a capture raises OSError",
     "slow_write": "writing a group of captures takes a second longer",
+    "swap_lora": "the next step's rows are taken for another adapter's",
     "plan": "planning a step raises",
     "skip_site": "in the next step in which a site has something to do, the last such site does not run on this rank",
     "commit": "putting a step's plan where the forward pass reads it raises",
@@ -87,6 +90,10 @@ class Faults:
     def of_site(self) -> bool:
         """Whether a site of this step does not run."""
         return self._once("skip_site")
+
+    def of_lora(self) -> bool:
+        """Whether this step's rows are taken for another adapter's."""
+        return self._once("swap_lora")
 
     def of_row(self, content: RowContent) -> RowContent:
         """What is written to the table instead of a row's content."""

@@ -77,6 +77,7 @@ class FinishedCapture:
             num_layers=self.num_layers,
             caveats=list(self.caveats),
             non_finite=self.count_non_finite(sites),
+            lora=self.spec.lora,
         )
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
@@ -53,6 +53,9 @@ from .streams import Streams
 from .taints import Taints
 from .writer import make_writer
 
+if TYPE_CHECKING:
+    from .loras import Loras
+
 logger = logging.getLogger(__name__)
 
 #: A rank that cannot deliver receipts ends with this code, and so the engine does: jobs are then tried elsewhere.
@@ -79,8 +82,12 @@ class DataPlane:
         num_layers: int,
         traced: bool,
         gate: ReentryGate | None = None,
+        loras: "Loras | None" = None,
     ) -> None:
-        """`num_layers`: of the whole model. `traced`: the forward is compiled or graph-captured. `gate`: where it may begin, if it may."""
+        """`num_layers`: of the whole model. `traced`: the forward is compiled or graph-captured. `gate`: where it may begin, if it may.
+
+        `loras`: None if no adapters are served.
+        """
         self._config, self._place = config, place
         self.faults = Faults(config.fault, place.rank)
         arm(config.fault, Path(config.outbox_dir).parent)
@@ -120,6 +127,7 @@ class DataPlane:
         self._finite = FiniteCheck(sites, buffers)
         self._view: StepView | None = None  # of the step that was planned and has not run
         self.entering = Reentry(gate, self.runs, self._hidden_size, self._dtype, buffers.ring.device) if gate is not None else None
+        self.loras = loras
         self._unkept = 0  # the last step in which a failed request did not leave rows that the scheduler takes for kept
         self._tracked: dict[str, Tracked] = {}
         self._taints = Taints()
@@ -184,7 +192,8 @@ class DataPlane:
 
     def fingerprint(self) -> str:
         """CRC32, 8 hex digits, of all that is here and of the table as the device has it: equal where ranks of a stage are."""
-        content = self.rank_state.names(), self.runs.names(), self._table.fingerprint()
+        loras = self.loras.names() if self.loras is not None else []
+        content = self.rank_state.names(), self.runs.names(), loras, self._table.fingerprint()
         return f"{zlib.crc32(msgspec.msgpack.encode(content)):08x}"
 
     def status(self) -> dict[str, Any]:
@@ -358,6 +367,8 @@ class DataPlane:
         `hidden`: `[tokens, hidden_size]`, what left the last layer; None on other stages.
         """
         view, self._view = self._view, None
+        if self.loras is not None and view is not None:
+            self.loras.account(self._step, view, self._tracked, self.actions, self.faults.of_lora)
         with self._guard(self._tracked.values(), ""):
             self._finite.take(self._step, view, self._planner.due, self._planner.edits, hidden if self._place.grades else None)
         if self.entering is not None:

@@ -45,6 +45,7 @@ class Tracked:
     cached_tokens: int = 0  # served by the prefix cache then
     touched: tuple[int, int] = (0, sys.maxsize)  # see `schemas.specs.touched`
     unsound: bool = False  # the model gave rows that are not finite, before any edit could reach them
+    accounted: bool = False  # the adapter that its rows are computed with is in the ledger
     graded: Callable[[], list[float]] | None = None  # what `RankSpec.grade` asked; waits for the values
 
     def holds(self, rows: list[tuple[int, SteeringRow]]) -> None:

@@ -5,6 +5,7 @@ Named by `worker_cls`. Its public `midstream_*` methods are called on all ranks 
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from .faults import answer
 from .found import complete
 from .grading import tap
 from .kv_blocks import CpuBlocks
+from .loras import Loras
 from .plane import DataPlane
 from .process import die_with_parent, threads_elsewhere
 from .quantisation import UnsupportedQuantisationError, quantisation_of, refuse_shared_scales
@@ -65,6 +67,8 @@ class MidstreamWorker(PlatformWorker):
         adapter = describe(model.architectures[0], model.hf_config, model.max_model_len)  # refuse before the weights are read
         quantisation = quantisation_of(self.vllm_config)
         super().load_model(*args, **kwargs)
+        # Before anything runs: on CPUs it replaces vLLM's arithmetic.
+        loras = Loras(self.model_runner.lora_manager, Path(config.spill_dir)) if self.vllm_config.lora_config is not None else None
         try:
             refuse_shared_scales(self.model_runner.get_model())
             with set_current_vllm_config(self.vllm_config), set_forward_context(None, self.vllm_config):
@@ -95,7 +99,9 @@ class MidstreamWorker(PlatformWorker):
         gate = install_gate(self.model_runner.get_model(), adapter) if enters else None
         with threads_elsewhere(set(config.cores)):
             config = msgspec.structs.replace(config, caveats=[*adapter.caveats, *quantisation.caveats])
-            self._plane = DataPlane(config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate)
+            self._plane = DataPlane(
+                config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate, loras=loras
+            )  # fmt: skip
         if place.grades:
             tap(self.model_runner.get_model(), self._plane.grade)
         if not pp.is_first_rank:
@@ -133,6 +139,16 @@ class MidstreamWorker(PlatformWorker):
 
     def midstream_drop_runs(self, keys: list[str]) -> tuple[bool, str]:
         return self._answer("drop_runs", lambda plane: plane.runs.drop(keys))
+
+    def midstream_put_lora(self, number: int, digest: str, folder: str) -> tuple[bool, str]:
+        """`number`: of the adapter at vLLM. Its files must have this content."""
+        return self._answer("put_lora", lambda _: self._loras().put(number, digest, folder))
+
+    def midstream_drop_loras(self, numbers: list[int]) -> tuple[bool, str]:
+        return self._answer("drop_loras", lambda _: self._loras().drop(numbers))
+
+    def midstream_lora_modules(self) -> dict[str, Any]:
+        return self._loras().modules()
 
     def midstream_prepare_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
         """`steering`: a `GlobalSteering` as plain containers. Changes nothing."""
@@ -183,6 +199,11 @@ class MidstreamWorker(PlatformWorker):
     def _answer(self, call: str, action: Callable[[DataPlane], None]) -> tuple[bool, str]:
         plane = self._connected()
         return answer(plane.faults, call, lambda: action(plane))
+
+    def _loras(self) -> Loras:
+        if (loras := self._connected().loras) is None:
+            raise LookupError("this rank serves no adapters")
+        return loras
 
     def _connected(self) -> DataPlane:
         if self._plane is None:

@@ -8,15 +8,15 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager
 
 from ...broker.ledger.jobs import Claim, ClaimRefused, Ledger
 from ...broker.ledger.sweeps import Kept
 from ...schemas.base import now
 from ...schemas.errors import MidstreamError, Problem
 from ...schemas.faults import crash_point
-from ...schemas.jobs import Event, Output, State
+from ...schemas.jobs import Event, Job, Output, State
 from ...schemas.source_runs import ZEROS, is_row, runs_named
 from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor, content_hash
@@ -198,7 +198,8 @@ class Attempts:
     async def _perform(self, attempt: Attempt) -> AttemptOutcome:
         try:
             check_lengths(attempt.job, self._engine.info)
-            outputs = await (self._generate(attempt) if attempt.job.sweep is None else self._sweep(attempt))
+            async with self._adapter(attempt.job):
+                outputs = await (self._generate(attempt) if attempt.job.sweep is None else self._sweep(attempt))
             attempt.check()
             crash_point("worker.generated")
             began = now()
@@ -224,6 +225,18 @@ class Attempts:
                 return await self._abandon(attempt, ending)
             attempt.closed = True
             return await self._give_up(attempt, problem_of(error))
+
+    @asynccontextmanager
+    async def _adapter(self, job: Job) -> AsyncIterator[None]:
+        """The job's adapter on the ranks, if it has one."""
+        if job.lora is None:
+            yield
+            return
+        await self._engine.hold_lora(job.lora)
+        try:
+            yield
+        finally:
+            await self._engine.release_lora(job.lora)
 
     async def _generate(self, attempt: Attempt) -> list[Output]:
         """Run all prompts of the job concurrently: the engine batches them with each other and with other jobs."""

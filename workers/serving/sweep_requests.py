@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ...schemas.jobs import Job, Sampling
+from ...schemas.loras import use_of
 from ...schemas.models import ModelInfo
 from ...schemas.receipts import Receipt
 from ...schemas.selectors import Hook, PositionSelector
@@ -152,6 +153,7 @@ class SweepRequests:
             base=base,
             keep_blocks=keep_blocks,
             tenant=self._job.tenant,
+            lora=use_of(self._job.lora),
         )
 
     def _key(self, unit: Unit, place: int, tag: str) -> str:
