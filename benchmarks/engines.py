@@ -242,7 +242,7 @@ def direct_engine(settings: Settings) -> Any:
     extra, options = extra_arguments(), module.engine_options
     module.engine_options = lambda settings: options(settings) | extra
     if extra.get("skip_tokenizer_init"):
-        module.tokenizer_bundle = lambda model: TokenizerBundle("", None, {}, [])
+        module.bundle_of = lambda _: TokenizerBundle("", None, {}, [])
     return module.VllmEngine(settings)
 
 

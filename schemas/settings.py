@@ -1,15 +1,17 @@
 """Settings: one object from environment and one TOML file, validated once at start."""
 
 import ipaddress
+import json
 import os
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 import msgspec
 
-from .base import Record
+from .base import Record, to_json
 from .dtypes import DType
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -20,6 +22,10 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 PREFIX = "MIDSTREAM_"
 FILE_VARIABLE = "MIDSTREAM_CONFIG"
+#: The table of a file that sets `engine_options`; text under the same name is the setting `engine`.
+ENGINE_TABLE = "engine"
+#: Of `engine_options` as JSON: they reach child processes in one variable of their environment.
+ENGINE_OPTIONS_BYTES = 64 << 10
 
 
 class SettingsError(ValueError):
@@ -73,6 +79,8 @@ class Settings(Record):
     kv_cache_gib: Positive = 1.0  # CPU only
     block_size: Count | None = None  # tokens in a block of the KV cache, of which only whole ones are shared; default: the platform's
     num_gpu_blocks: Count | None = None  # override of the KV cache's size in blocks
+    engine_options: dict[str, Any] = {}  # vLLM's own: the table [engine] of the file, see `workers.engine.option_check`
+    engine_unproven: bool = False  # also those that nobody has compared rows with
 
     # LoRA adapters
     lora_dir: str = ""  # folder below which adapters may be registered, at the same path on API and worker machines; empty: none are served
@@ -190,13 +198,41 @@ def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Se
     file = env.get(FILE_VARIABLE)
     if file:
         try:
-            values.update(_checked(tomllib.loads(Path(file).read_text()), known, f"file {file}"))
+            values.update(_checked(_with_engine_table(tomllib.loads(Path(file).read_text())), known, f"file {file}"))
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise SettingsError(f"{FILE_VARIABLE}={file}: {error}") from error
     from_env = {name[len(PREFIX) :].lower(): text for name, text in env.items() if name.startswith(PREFIX) and name != FILE_VARIABLE}
-    values.update(_checked(_with_files(from_env, known), known, "environment"))
-    values.update(_checked({name: value for name, value in overrides.items() if value is not None}, known, "arguments"))
+    given = {name: value for name, value in overrides.items() if value is not None}
+    for more in (_checked(_with_files(from_env, known), known, "environment"), _checked(given, known, "arguments")):
+        # Options of the engine are merged one by one, as settings are.
+        options = {**values.get("engine_options", {}), **more.get("engine_options", {})}
+        values |= more | ({"engine_options": options} if options else {})
+    if len(to_json(values.get("engine_options", {}))) > ENGINE_OPTIONS_BYTES:
+        raise SettingsError(f"engine_options: longer than {ENGINE_OPTIONS_BYTES >> 10} KiB as JSON")
     return _with_tls(_with_password(Settings(**values)))
+
+
+def _with_engine_table(table: dict[str, Any]) -> dict[str, Any]:
+    """A file's contents with its table `[engine]` under the setting's own name."""
+    if not isinstance(table.get(ENGINE_TABLE), dict):
+        return table
+    if "engine_options" in table:
+        raise SettingsError("engine_options and the table [engine] are both set: use one")
+    return {name: value for name, value in table.items() if name != ENGINE_TABLE} | {"engine_options": table[ENGINE_TABLE]}
+
+
+def engine_options(pairs: Iterable[str]) -> dict[str, Any]:
+    """`NAME=VALUE` as `--engine` takes it: JSON where it reads as JSON (numbers, true, lists, objects), text elsewhere."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip():
+            raise SettingsError(f"--engine {pair!r}: write it as NAME=VALUE, such as gpu_memory_utilization=0.8")
+        try:
+            options[name.strip().replace("-", "_")] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name.strip().replace("-", "_")] = value
+    return options
 
 
 def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, str]:
@@ -259,8 +295,10 @@ def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[st
         if name not in known:
             raise SettingsError(f"{label} ({source}): unknown setting")
         try:
+            if source == "environment" and name == "engine_options":
+                value = json.loads(value)
             checked[name] = msgspec.convert(value, known[name].type, strict=source != "environment")
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, json.JSONDecodeError) as error:
             raise SettingsError(f"{label}={value!r} ({source}): {error}") from error
     return checked
 
@@ -282,6 +320,9 @@ def to_environment(settings: Settings) -> dict[str, str]:
     """The settings as `MIDSTREAM_*` variables for a child process; `load_settings` reads them back equal."""
     env = {}
     for name, value in msgspec.structs.asdict(settings).items():
-        if value is not None and value != "":
+        if isinstance(value, dict):
+            if value:
+                env[PREFIX + name.upper()] = to_json(value).decode()
+        elif value is not None and value != "":
             env[PREFIX + name.upper()] = str(value).lower() if isinstance(value, bool) else str(value)
     return env

@@ -4,6 +4,7 @@ Nothing is consumed before the engine is ready, and the engine outlives the last
 jobs go back to the queue and the process ends with `EXIT_ENGINE_DIED`, so that a supervisor starts another.
 """
 
+import argparse
 import contextlib
 import logging
 import multiprocessing
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from celery import Celery, bootsteps, signals
@@ -28,8 +30,9 @@ from ..schemas import faults
 from ..schemas.disk import disk_trouble
 from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
-from ..schemas.settings import Settings, SettingsError, load_settings
+from ..schemas.settings import Settings, SettingsError, engine_options, load_settings
 from .engine.identity import WorkerLock, with_worker_id
+from .engines import check_options
 from .serving import remote_control as _control  # registers the remote-control commands  # noqa: F401
 from .serving.host import EngineHost
 from .serving.tasks import register_tasks
@@ -95,10 +98,18 @@ def _end_process(app: Celery) -> None:
     deadline.start()
 
 
-def main() -> int:
+def _arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(prog="python -m midstream.workers", description="Run one worker with one engine.")
+    parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help="an option of vLLM; repeatable")
+    parser.add_argument("--engine-unproven", action="store_true", help="also options that are not proven; they are stamped")
+    given = parser.parse_args(arguments)
+    return {"engine_options": engine_options(given.engine) or None, "engine_unproven": given.engine_unproven or None}
+
+
+def main(arguments: Sequence[str] = ()) -> int:
     """Run a worker until it is stopped; returns the exit code."""
     try:
-        settings = with_worker_id(load_settings())
+        settings = with_worker_id(load_settings(**_arguments(arguments)))
         _check(settings)
         redis_durability.require(settings)
         settings = with_kept_keys(settings, settings.worker_id)
@@ -176,6 +187,7 @@ def _check(settings: Settings) -> None:
         raise SettingsError(f"MIDSTREAM_MODEL={settings.model}: no such folder")
     client_keys(settings.curve_secret_file, settings.curve_server_key)
     from_settings(settings)  # global capture: report invalid settings before the model is loaded
+    check_options(settings)
 
 
 def _keep_logging(**_: Any) -> None:

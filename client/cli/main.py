@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from ...schemas.base import to_json
 from ...schemas.errors import MidstreamError
 from ...schemas.global_capture import from_settings
-from ...schemas.settings import SettingsError, load_settings
+from ...schemas.settings import SettingsError, engine_options, load_settings
 from ...schemas.version import __version__
 from ..extras import MissingExtraError, explained, need
 from ..sdk import discovery
@@ -64,6 +64,12 @@ def up(
     global_capture: Annotated[
         str | None, typer.Option(metavar=HOOKS_FORM, help="Capture these sites for every request, such as post_block:all;pre_attn:0-17.")
     ] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option("--engine", metavar="NAME=VALUE", help="An option of vLLM, such as seed=1; repeatable.")
+    ] = None,
+    engine_unproven: Annotated[
+        bool, typer.Option("--engine-unproven", help="Also pass options that are not proven; /v1/models and manifests name them.")
+    ] = False,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable.")] = None,
 ) -> None:
     """Run the whole stack on this machine until Ctrl-C.
@@ -71,14 +77,17 @@ def up(
     Settings come from the file named by MIDSTREAM_CONFIG, MIDSTREAM_* in the environment, and these options, in increasing precedence.
     """
     need("up", "`midstream up`")
+    from ...workers.engines import check_options
     from ..stack.supervisor import Supervisor
 
     given = {
         "model": model, "data_dir": str(data_dir) if data_dir else None, "api_port": port, "flower_port": flower_port,
-        "global_capture": global_capture,
+        "global_capture": global_capture, "engine_options": engine_options(engine or []) or None,
+        "engine_unproven": engine_unproven or None,
     }  # fmt: skip
     settings = load_settings({**os.environ, **overrides(set_ or [])}, **given)
     from_settings(settings)  # what is wrong in itself is said before anything starts
+    check_options(settings)
     raise typer.Exit(Supervisor(settings, say=lambda line: print(line, flush=True)).run())
 
 

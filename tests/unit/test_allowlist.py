@@ -49,7 +49,7 @@ HARMLESS: dict[type, set[str]] = {
         "distributed_timeout_seconds", "cpu_distributed_timeout_seconds", "world_size", "rank", "_data_parallel_master_port_list",
         "_coord_store_port", "dcp_kv_cache_interleave_size", "dcp_comm_backend", "dcp_q_replicate", "cp_kv_cache_interleave_size",
         "_allow_auto_resolve_cp_interleave_size", "data_parallel_index", "_api_process_count", "_api_process_rank",
-        "fault_tolerance_config",
+        "fault_tolerance_config", "enable_expert_parallel",
     },
     SchedulerConfig: {
         "runner_type", "max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_seqs", "max_num_active_seqs",
@@ -182,7 +182,6 @@ WRONG: list[tuple[str, Alter]] = [
     to("parallel_config.prefill_context_parallel_size", 2),
     to("parallel_config.decode_context_parallel_size", 2),
     to("parallel_config.data_parallel_size", 2),
-    to("parallel_config.enable_expert_parallel", True),
     ("parallel_config.use_sequence_parallel_moe", moe),
     to("parallel_config.enable_hc_sp", True),
     to("parallel_config.enable_eplb", True),

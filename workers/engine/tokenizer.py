@@ -1,6 +1,9 @@
 """The tokenizer as data, so that the API tokenises exactly as the engine does."""
 
+from typing import Any
+
 from transformers import AutoTokenizer
+from vllm.config import ModelConfig
 
 from ...schemas.models import TokenizerBundle
 
@@ -8,14 +11,19 @@ from ...schemas.models import TokenizerBundle
 _PROBE = "The quick  brown fox,\n\n\tünïcode 東京 🙂 <|im_start|>user\n1234567890"
 
 
-def tokenizer_bundle(model: str) -> TokenizerBundle:
-    """The model's tokenizer for `tokenizers.Tokenizer.from_str`.
+def bundle_of(config: ModelConfig) -> TokenizerBundle:
+    """The tokenizer that vLLM uses with this configuration. Raises as `tokenizer_bundle`."""
+    return tokenizer_bundle(config.tokenizer, revision=config.tokenizer_revision, trust_remote_code=config.trust_remote_code)
+
+
+def tokenizer_bundle(model: str, **options: Any) -> TokenizerBundle:
+    """The tokenizer at `model`, a folder or hub name, for `tokenizers.Tokenizer.from_str`. `options`: of `AutoTokenizer.from_pretrained`.
 
     Raises ValueError when it is not a fast tokenizer or its serialised form tokenises otherwise.
     """
     from tokenizers import Tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, **{name: value for name, value in options.items() if value is not None})
     if not tokenizer.is_fast:
         raise ValueError(f"the tokenizer of {model} has no fast version (tokenizer.json), which the API requires")
     text = tokenizer.backend_tokenizer.to_str()

@@ -40,10 +40,11 @@ from ..runner.stages import stage_layers
 from .admission import CaptureBudget, StepRows
 from .ends import Ends
 from .identity import BOOT
+from .option_check import accepted
 from .protocol import EngineRequest, Progress
 from .rank_control import RankControl, rank_steering, row_wish
 from .rank_spec import rank_spec
-from .tokenizer import tokenizer_bundle
+from .tokenizer import bundle_of
 from .vllm_options import engine_options, for_platform, prepare_environment, scheduler_class, use_all_cores
 from .vllm_output import Parts, sampling_params
 
@@ -71,6 +72,7 @@ class VllmEngine(RankControl):
 
     async def start(self) -> None:
         settings = self._settings
+        caveats = _caveats(settings)
         prepare_environment(settings)
         use_all_cores(settings.tensor_parallel_size * settings.pipeline_parallel_size)
         plane = PlaneConfig(
@@ -102,6 +104,7 @@ class VllmEngine(RankControl):
             fault=settings.fault,
             curve_secret_file=settings.curve_secret_file,
             curve_server_key=settings.curve_server_key,
+            caveats=caveats,
         )
         try:
             refuse_gguf(settings.model)
@@ -120,7 +123,7 @@ class VllmEngine(RankControl):
             asked.additional_config = plane.layout()
             plane.export()
             self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, asked, disable_log_stats=True)
-            self.tokenizer = await asyncio.to_thread(tokenizer_bundle, settings.model)
+            self.tokenizer = await asyncio.to_thread(bundle_of, config)
             found = [msgspec.convert(each, Found) for each in await self._call("midstream_found", ())]
             if refused := next((each.refused for each in found if each.refused), ""):
                 await asyncio.to_thread(self._llm.shutdown)
@@ -159,7 +162,7 @@ class VllmEngine(RankControl):
             grades=True,
             absent=absent,
             multimodal=config.is_multimodal_model,
-            caveats=[*adapter.caveats, *quantisation.caveats],
+            caveats=[*adapter.caveats, *quantisation.caveats, *caveats],
             quantization=quantisation.name,
             lora=await self._lora_support(),
         )
@@ -290,6 +293,14 @@ def _reason(error: Exception) -> str:
     """In one line; of a failed validation only what is wrong, without pydantic's account of its input."""
     text = "; ".join(each["msg"] for each in error.errors()) if isinstance(error, ValidationError) else str(error)
     return " ".join(text.split()) or type(error).__name__
+
+
+def _caveats(settings: Settings) -> list[str]:
+    """Of unproven options. Raises MidstreamError for those that are refused, before anything of the engine starts."""
+    try:
+        return accepted(settings).caveats
+    except SettingsError as error:
+        raise MidstreamError("engine_failed", f"the engine did not start: {error}") from error
 
 
 def _hooks(settings: Settings) -> list[str]:

@@ -13,6 +13,7 @@ from ...schemas.base import to_json
 from ...schemas.settings import Settings
 from ..runner.quantisation import W4A8
 from . import no_torchvision
+from .option_check import accepted
 
 #: Draft tokens are looked up in the prompt by its last 4 to 2 tokens.
 _NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -24,7 +25,10 @@ FEW_CORES = 2
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:
-    """vLLM's arguments from the settings, without our additions: a stock engine with these is the baseline of comparisons."""
+    """vLLM's arguments from the settings, without our additions: a stock engine with these is the baseline of comparisons.
+
+    Raises SettingsError for what is refused of `settings.engine_options`.
+    """
     settings = for_platform(settings)
     options: dict[str, Any] = {
         "model": settings.model,
@@ -53,7 +57,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         options["block_size"] = block_size
     if current_platform.is_cpu():
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
-    return options
+    return options | accepted(settings).options
 
 
 def use_all_cores(ranks: int) -> None:

@@ -52,7 +52,6 @@ RULES = (
     Rule("parallel_config.prefill_context_parallel_size", (1,), _SPLIT),
     Rule("parallel_config.decode_context_parallel_size", (1,), _STATE),
     Rule("parallel_config.data_parallel_size", (1,), _SEVERAL),
-    Rule("parallel_config.enable_expert_parallel", (False,), "rows that pass through experts of other ranks are untested"),
     Rule("parallel_config.use_sequence_parallel_moe", (False,), _SPLIT),
     Rule("parallel_config.enable_hc_sp", (False,), _SPLIT),
     Rule("parallel_config.enable_eplb", (False,), "experts move between ranks"),

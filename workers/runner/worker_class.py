@@ -98,7 +98,7 @@ class MidstreamWorker(PlatformWorker):
         self._found = msgspec.structs.replace(self._found, enters=enters)
         gate = install_gate(self.model_runner.get_model(), adapter) if enters else None
         with threads_elsewhere(set(config.cores)):
-            config = msgspec.structs.replace(config, caveats=[*adapter.caveats, *quantisation.caveats])
+            config = msgspec.structs.replace(config, caveats=[*adapter.caveats, *quantisation.caveats, *config.caveats])
             self._plane = DataPlane(
                 config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate, loras=loras
             )  # fmt: skip

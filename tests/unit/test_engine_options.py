@@ -1,0 +1,195 @@
+"""vLLM's options: found by name and type, sorted into three lists, merged from all sources, and stamped where they are unproven."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from option_cases import CASES, Case
+from tiny import checkpoint
+from tree import ROOT
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
+
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.settings import FILE_VARIABLE, Settings, SettingsError, engine_options, load_settings, to_environment
+from midstream.workers.engine import vllm_options
+from midstream.workers.engine.option_check import accepted
+from midstream.workers.engine.option_lists import OURS, PROVEN, UNKNOWN, WRONG, Proven, tables
+from midstream.workers.engine.vllm import VllmEngine
+from midstream.workers.engines import check_options
+from midstream.workers.runner.allowlist import check
+
+PAGE = ROOT / "docs" / "engine-options.md"
+LISTS: dict[str, Any] = {"OURS": OURS, "WRONG": WRONG, "PROVEN": PROVEN, "UNKNOWN": UNKNOWN}
+
+
+def options(**given: Any) -> Settings:
+    return Settings(model="/models/x", engine_options=given)
+
+
+def test_every_option_of_vllm_is_in_exactly_one_list() -> None:
+    sorted_in = {field.name: [name for name, each in LISTS.items() if field.name in each] for field in fields(AsyncEngineArgs)}
+    assert {name: found for name, found in sorted_in.items() if len(found) != 1} == {}
+    assert {name for each in LISTS.values() for name in each} - set(sorted_in) == set()
+
+
+def test_every_proven_option_and_value_has_a_case_on_the_engine() -> None:
+    tried: dict[str, list[Any]] = {}
+    for case in CASES:
+        tried.setdefault(case.option, []).append(case.value)
+    assert set(tried) == set(PROVEN)
+    for name, entry in PROVEN.items():
+        assert [value for value in entry.values if value not in tried[name]] == [], name
+        parts = {part for value in tried[name] if isinstance(value, dict) for part in value}
+        assert set(entry.parts) <= parts, name
+
+
+def test_our_setting_for_an_option_exists() -> None:
+    assert {setting.split()[0] for setting in OURS.values()} <= set(Settings.__struct_fields__)
+
+
+def test_the_page_shows_the_lists() -> None:
+    mark = "written by `python -m midstream.workers.engine.option_lists` -->"
+    written = PAGE.read_text().split(f"<!-- {mark}")[1].split(f"<!-- end of the part {mark}")[0]
+    assert written.strip() == "\n".join(tables()), "run python -m midstream.workers.engine.option_lists"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return lambda name: checkpoint(name, folder / name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_no_proven_option_leads_to_a_refused_configuration(case: Case, checkpoints: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    path = checkpoints(case.name)
+    given = {"max_model_len": 128, "max_num_batched_tokens": 512, "tensor_parallel_size": case.ranks} | case.settings
+    served = case.served(tmp_path, path) if case.served and not case.on_hub else path
+    settings = Settings(model=str(served), engine_options=case.options(tmp_path, path), **given)
+    made: VllmConfig = AsyncEngineArgs(
+        **vllm_options.engine_options(settings), worker_cls="midstream.workers.runner.worker_class.MidstreamWorker"
+    ).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    made.scheduler_config.scheduler_cls = vllm_options.scheduler_class(made)
+    check(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("gpu_memory_utilisation", 0.5, r"not an option of vLLM .*; did you mean 'gpu_memory_utilization'\?"),
+        ("no_such_thing_at_all", 1, "docs/engine-options.md lists all"),
+        ("seed", "seven", "valid integer"),
+        ("seed", True, "valid integer"),
+        ("seed", 1.5, "valid integer"),
+        ("gpu_memory_utilization", "0.5", "valid number"),
+        ("trust_remote_code", 1, "valid boolean"),
+        ("revision", 123, "valid string: write '\"123\"'"),
+        ("kv_cache_dtype", "fp9", "Input should be 'auto'"),
+        ("attention_backend", "CPU_ATN", r"did you mean 'CPU_ATTN'\?"),
+        ("compilation_config", {"modde": 0}, r"modde: no such field; did you mean 'mode'\?"),
+        ("tensor_parallel_size", 2, "use the setting tensor_parallel_size"),
+        ("distributed_executor_backend", "ray", "use the setting executor"),
+        ("enable_dbo", True, "divides a batch's rows"),
+        ("scheduler_cls", "a.B", "Midstream's own class"),
+        ("moe_backend", "triton", "not proven.*engine_unproven"),
+        ("load_format", "dummy", 'not proven with Midstream, only "auto"'),
+        ("compilation_config", {"pass_config": {}}, "with pass_config is not proven"),
+    ],
+)
+def test_what_is_refused_is_named_with_what_is_valid(name: str, value: Any, said: str) -> None:
+    with pytest.raises(SettingsError, match=said) as caught:
+        accepted(options(**{name: value}))
+    assert str(caught.value).startswith(f"[engine] {name}: ")
+
+
+def test_all_that_is_wrong_is_named_at_once() -> None:
+    with pytest.raises(SettingsError, match=r"\[engine\] sead: .*; \[engine\] enable_dbo: "):
+        accepted(options(sead=1, enable_dbo=True))
+
+
+def test_refused_options_stay_refused_with_engine_unproven() -> None:
+    with pytest.raises(SettingsError, match="enable_dbo"):
+        accepted(Settings(engine_options={"enable_dbo": True}, engine_unproven=True))
+
+
+def test_an_unproven_option_passes_with_a_caveat_that_names_it() -> None:
+    found = accepted(Settings(engine_options={"moe_backend": "triton", "seed": 3}, engine_unproven=True))
+    assert found.options == {"moe_backend": "triton", "seed": 3}
+    (caveat,) = found.caveats
+    assert 'the engine option moe_backend="triton" is not proven' in caveat
+
+
+def test_values_reach_vllm_with_its_own_types() -> None:
+    found = accepted(options(attention_backend="cpu_attn", gpu_memory_utilization=1))
+    assert found.caveats == []
+    assert found.options["attention_backend"].name == "CPU_ATTN"
+    assert isinstance(found.options["gpu_memory_utilization"], float)
+
+
+def test_a_boolean_is_not_a_proven_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PROVEN, "moe_backend", Proven("", values=("triton",)))
+    assert accepted(options(moe_backend="triton")).caveats == []
+
+
+def test_the_engine_names_a_refused_option_before_it_starts_anything() -> None:
+    import asyncio
+
+    with pytest.raises(MidstreamError, match=r"did not start: \[engine\] sead") as caught:
+        asyncio.run(VllmEngine(options(sead=1)).start())
+    assert caught.value.kind == "engine_failed"
+
+
+def test_the_fake_engine_takes_no_options_of_vllm() -> None:
+    with pytest.raises(SettingsError, match="fake"):
+        check_options(Settings(engine="fake", engine_options={"seed": 1}))
+
+
+# Where options come from
+
+
+def test_the_file_has_a_table_and_other_sources_override_it_option_by_option(tmp_path: Path) -> None:
+    file = tmp_path / "midstream.toml"
+    file.write_text('model = "m"\n[engine]\nseed = 1\nrevision = "a"\n[engine.hf_overrides]\nrope_theta = 5.0\n')
+    env = {FILE_VARIABLE: str(file), "MIDSTREAM_ENGINE_OPTIONS": '{"seed": 2, "watermark": 0.5}'}
+    settings = load_settings(env, engine_options=engine_options(["watermark=0.1"]))
+    assert settings.engine == "vllm"
+    assert settings.engine_options == {"seed": 2, "revision": "a", "hf_overrides": {"rope_theta": 5.0}, "watermark": 0.1}
+    assert load_settings(to_environment(settings)) == settings
+
+
+def test_text_under_engine_still_names_the_engine(tmp_path: Path) -> None:
+    file = tmp_path / "midstream.toml"
+    file.write_text('engine = "fake"\n')
+    assert load_settings({FILE_VARIABLE: str(file)}).engine == "fake"
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "7", '"seed"'])
+def test_options_in_the_environment_are_one_json_object(text: str) -> None:
+    with pytest.raises(SettingsError, match="MIDSTREAM_ENGINE_OPTIONS"):
+        load_settings({"MIDSTREAM_ENGINE_OPTIONS": text})
+
+
+def test_options_have_a_bound() -> None:
+    with pytest.raises(SettingsError, match="64 KiB"):
+        load_settings({}, engine_options={"hf_overrides": {"x": "y" * 70_000}})
+
+
+def test_the_command_line_reads_json_where_it_is_json() -> None:
+    given = ["seed=7", "trust-remote-code=true", "revision=v1.2", 'hf_overrides={"a": [1]}', "download_dir=", "tokenizer=a=b"]
+    assert engine_options(given) == {
+        "seed": 7, "trust_remote_code": True, "revision": "v1.2", "hf_overrides": {"a": [1]}, "download_dir": "", "tokenizer": "a=b",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["seed", "=1", ""])
+def test_an_option_without_name_or_value_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="NAME=VALUE"):
+        engine_options([text])
+
+
+def test_no_reason_is_without_words() -> None:
+    assert all(re.search(r"\w+ \w+", text) for text in (*WRONG.values(), *(entry.why for entry in PROVEN.values())))
