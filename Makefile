@@ -35,7 +35,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-faults test-compose fidelity quantised lens bench bench-gpu lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-faults test-compose fidelity walk quantised lens bench bench-gpu lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -120,6 +120,9 @@ fidelity: $(READY) ## measure every architecture, hook, runner and mode; write d
 
 quantised: $(READY) ## measure quantised checkpoints; write the table of docs/quantised.md (FORMATS="…": only this format)
 	@$(BIN)/python tests/engine/quantised_page.py $(if $(FORMATS),"$(FORMATS)")
+
+walk: $(READY) ## try a tiny checkpoint of every class that vLLM has; write docs/models.md (NAMES=…: only these classes; ARGS=--rest: what has no result)
+	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python tests/walk/walk.py $(ARGS) $(NAMES)
 
 lens: $(READY) model ## install TransformerLens and recompute its reference grids, against which patched grids are tested
 	@$(BIN)/python -m venv .cache/lens

@@ -66,7 +66,9 @@ def captured(checkpoints, nurseries, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_every_hook_of_every_architecture_gives_transformers_rows_plain_and_edited(name: str, dtype: str, captured, checkpoints) -> None:
     way = Way("v1", "eager", dtype)
-    figures = judge(captured(name, way), Truth(checkpoints(name), dtype), dtype)
+    truth = Truth(checkpoints(name), dtype)
+    figures = judge(captured(name, way), truth, dtype)
+    assert tuple(figures) == truth.hooks
     assert {hook: str(figure) for hook, figure in figures.items() if figure.worst > way.tolerance} == {}
 
 

@@ -248,7 +248,6 @@ def _token_ids(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _text(config: PretrainedConfig, nested: Mapping[str, Any]) -> dict[str, Any]:
-    aliases = getattr(config, "attribute_map", {})
     fields = {**config.to_dict()}
     own_head = fields.get("head_dim") is not None or fields.get("qk_nope_head_dim") is not None
     heads = {name: 4 if own_head else 2 for name in ("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads")}
@@ -256,12 +255,10 @@ def _text(config: PretrainedConfig, nested: Mapping[str, Any]) -> dict[str, Any]
     if fields.get("kv_lora_rank") is not None:
         heads |= {"num_key_value_heads": 4, "head_dim": SIZES["qk_rope_head_dim"]}  # of what is rotated
     given = {name: 0 for name in ("bos_token_id", "pad_token_id") if isinstance(fields.get(name), int)} | {
-        name: value
-        for name, value in {**SIZES, **heads}.items()
-        if name in fields and name not in nested and fields[name] is not None
+        name: value for name, value in {**SIZES, **heads}.items() if name in fields and name not in nested and fields[name] is not None
     }
     for name, value in fields.items():
-        if name.endswith("_types") and isinstance(value, list) or name == "layers_block_type":
+        if (name.endswith("_types") and isinstance(value, list)) or name == "layers_block_type":
             given[name] = _mixed(value, name)
     if fields.get("num_hidden_layers") is None and "num_hidden_layers" not in given and "num_layers" in fields:
         given["num_layers"] = 2

@@ -7,9 +7,7 @@ cut off goes on with `--rest`: classes that have a result of this version of vLL
 """
 
 import argparse
-import fcntl
 import itertools
-import json
 import multiprocessing
 import re
 import shutil
@@ -19,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from queue import Empty
@@ -32,9 +30,10 @@ import transformers
 from configs import checkpoint, model_class
 from fidelity_page import Figure, Way
 from nursery import Nursery
+from page import write
+from results import Result, keep, read
 from tolerances import FIDELITY
 
-RESULTS = Path(__file__).with_name("results.jsonl")
 TIMEOUT_S = 180
 TOO_LONG = f"it took more than {TIMEOUT_S} s"
 #: Classes tried at the same time, each on an engine with one core.
@@ -54,26 +53,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"are not supported for now", "vLLM has no class for it, and transformers' class does not fit its Transformers backend"),
     (r"Argument position_ids not found", "an encoder-decoder's decoder, which vLLM's Transformers backend cannot run"),
 )
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of one class. `outcome`: served, laws (served, without a reference), differs, refused, or not made."""
-
-    name: str
-    outcome: str
-    why: str = ""  # of what is not served
-    served_by: str = ""  # vLLM's file, or its Transformers backend
-    dtype: str = "float32"
-    hooks: list[str] = field(default_factory=list)
-    absent: dict[str, str] = field(default_factory=dict)
-    figure: float | None = None  # the worst of all hooks, as `fidelity_page.Figure` defines them
-    figures: dict[str, str] = field(default_factory=dict)
-    caveats: list[str] = field(default_factory=list)
-    note: str = ""
-    seconds: float = 0.0
-    vllm: str = ""
-    transformers: str = ""
 
 
 def names() -> list[str]:
@@ -195,24 +174,6 @@ def _too_long(*_: object) -> None:
     raise TimeoutError(TOO_LONG)
 
 
-def read() -> dict[str, Result]:
-    """Name → result, as far as there are any."""
-    if not RESULTS.exists():
-        return {}
-    return {result.name: result for line in RESULTS.read_text().splitlines() if (result := Result(**json.loads(line)))}
-
-
-def keep(result: Result) -> None:
-    """Put the result in the place of an older one; the file is in the order of names."""
-    with open(RESULTS.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        every = read() | {result.name: result}
-        lines = [json.dumps(asdict(every[name]), sort_keys=True) for name in sorted(every)]
-        part = RESULTS.with_suffix(".part")
-        part.write_text("\n".join(lines) + "\n")
-        part.replace(RESULTS)
-
-
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
@@ -232,6 +193,7 @@ def main(arguments: Sequence[str]) -> None:
             lane.start()
         for lane in lanes:
             lane.join()
+    write(read())
 
 
 if __name__ == "__main__":
