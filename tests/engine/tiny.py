@@ -6,6 +6,7 @@
 import json
 import sys
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ HIDDEN = 64
 WINDOW = 16
 #: Standard deviation of fresh weights: large enough that every one of them matters.
 INITIALIZER = 0.15
+
+_AS_IT_IS: Mapping[str, float] = {}
 
 #: Of every config that knows these words. Head size 32 is the least that vLLM's CPU attention takes.
 _COMMON: dict[str, Any] = {
@@ -56,12 +59,17 @@ class Checkpoint:
         return write(path, getattr(transformers, self.architecture), self.hf_config(), self.architecture, seed)
 
 
-def write(path: Path, kind: Any, config: Any, architecture: str, seed: int) -> Path:
-    """Write a checkpoint of transformers' class `kind`, which vLLM is to look up as `architecture`, unless it is there; its path."""
+def write(path: Path, kind: Any, config: Any, architecture: str, seed: int, tamed: Mapping[str, float] = _AS_IT_IS) -> Path:
+    """Write a checkpoint of transformers' class `kind`, which vLLM is to look up as `architecture`, unless it is there; its path.
+
+    `tamed`: parts of the names of parameters, and what those are multiplied with.
+    """
     if (path / "config.json").exists():
         return path
     torch.manual_seed(seed)
-    model = kind(config).float()
+    model = kind(config)
+    own = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    model.float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Fresh norms and biases are ones and zeros: a missing one would not be seen.
@@ -69,8 +77,12 @@ def write(path: Path, kind: Any, config: Any, architecture: str, seed: int) -> P
                 parameter += (0.2 if "norm" in name or ".ln_" in name else 0.1) * torch.randn_like(parameter)
             elif not parameter.isfinite().all() or parameter.std() == 0:
                 parameter.normal_(0, INITIALIZER)
+            for part, factor in tamed.items():
+                if part in name:
+                    parameter *= factor
+            parameter.copy_(parameter.to(own[name]))  # some are held in bf16 in any model
         for name, buffer in model.named_buffers():
-            if name.endswith("bias"):  # of a router
+            if name.endswith("bias") and buffer.is_floating_point():  # of a router
                 buffer.copy_(0.1 * torch.randn_like(buffer))
     _save_tokenizer(path)
     model.save_pretrained(path)

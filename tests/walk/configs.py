@@ -128,6 +128,14 @@ SIZES: Mapping[str, Any] = {
     "laurel_rank": 16,
     "eos_token_id": 1,
 }
+#: Null in a fresh config, and set in every released one; other nulls mean something.
+FILLED = frozenset({"head_dim", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"})
+#: Parts of the names of parameters that are made smaller: attention without a scale, or a sharp one, multiplies every rounding.
+TAMED: Mapping[str, Mapping[str, float]] = {
+    "Gemma4ForCausalLM": {"q_norm": 0.3},
+    "Gemma4ForConditionalGeneration": {"q_norm": 0.3},
+    "Gemma4UnifiedForCausalLM": {"q_norm": 0.3},
+}
 #: Fields of the encoder of images or sound.
 ENCODER: Mapping[str, Any] = {
     "hidden_size": HIDDEN,
@@ -168,16 +176,27 @@ def _rope(sections: list[int], share: float = 1.0) -> dict[str, Any]:
     return {"rope_parameters": rope | ({"partial_rotary_factor": share} if share != 1 else {})}
 
 
+#: As released models with latent attention have it. Plain rotary positions are wrong in vLLM's CPU kernel: see `fidelity`.
+_YARN: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7,
+    }
+}  # fmt: skip
 #: Architecture → fields of its text config that no rule gives right, with the reason beside them; None takes the field out.
 OWN: Mapping[str, Mapping[str, Any]] = {
     # vLLM reads fields of the released configs that transformers' class does not have.
     "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "Glm4MoeForCausalLM": {"head_dim": 32},
-    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
-    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "route_norm": True, "expert_hidden_dim": 96},
-    "Lfm2ForCausalLM": {"block_dim": HIDDEN},
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1, **_YARN},
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "route_norm": True, "expert_hidden_dim": 96, "qk_norm": True},
+    "PhiMoEForCausalLM": {"attention_bias": True, "lm_head_bias": True},
+    "Lfm2ForCausalLM": {"block_dim": HIDDEN, "conv_dim": HIDDEN, "layer_types": ["conv", "full_attention"] * 2},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+    # vLLM's CPU experts take the router's weight on their input for one expert only.
+    "Llama4ForCausalLM": {"num_experts_per_tok": 1},
+    "Llama4ForConditionalGeneration": {"num_experts_per_tok": 1},
     # Sizes that vLLM derives in another way.
     "FalconForCausalLM": {"ffn_hidden_size": 4 * HIDDEN},
     "GPTJForCausalLM": {"rotary_dim": 16},
@@ -185,13 +204,17 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     # vLLM has experts without a gate on GPUs only.
     "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    # transformers normalises all groups at once.
+    "Mamba2ForCausalLM": {"n_groups": 1},
     "HrmTextForCausalLM": {"num_layers_per_stack": 2, "H_cycles": 1, "L_cycles": 1},
     # vLLM's window is one token more.
     "Cohere2ForCausalLM": {"sliding_window": 4096},
     "Cohere2MoeForCausalLM": {"sliding_window": 4096},
-    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "AXK1ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    # vLLM computes it without latent attention, so that any rank does.
+    "MiniCPM3ForCausalLM": {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "qk_head_dim": 64, "head_dim": 32},
+    "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1, **_YARN},
+    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", **_YARN},
+    "AXK1ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", **_YARN},
     "Glm4vForConditionalGeneration": _rope([2, 3, 3], 0.5),
     "Glm4vMoeForConditionalGeneration": _rope([2, 1, 1], 0.25),
     "GlmOcrForConditionalGeneration": _rope([4, 6, 6]),
@@ -255,7 +278,9 @@ def _text(config: PretrainedConfig, nested: Mapping[str, Any]) -> dict[str, Any]
     if fields.get("kv_lora_rank") is not None:
         heads |= {"num_key_value_heads": 4, "head_dim": SIZES["qk_rope_head_dim"]}  # of what is rotated
     given = {name: 0 for name in ("bos_token_id", "pad_token_id") if isinstance(fields.get(name), int)} | {
-        name: value for name, value in {**SIZES, **heads}.items() if name in fields and name not in nested and fields[name] is not None
+        name: value
+        for name, value in {**SIZES, **heads}.items()
+        if name in fields and name not in nested and (fields[name] is not None or name in FILLED)
     }
     for name, value in fields.items():
         if (name.endswith("_types") and isinstance(value, list)) or name == "layers_block_type":
@@ -288,4 +313,4 @@ def _mixed(types: list[str], name: str) -> list[str]:
 def checkpoint(architecture: str, path: Path) -> Path:
     """Write a tiny checkpoint of that class to `path`, unless it is there; returns `path`."""
     seed = zlib.crc32(architecture.encode())
-    return write(path, model_class(architecture), tiny_config(architecture), architecture, seed)
+    return write(path, model_class(architecture), tiny_config(architecture), architecture, seed, TAMED.get(architecture, {}))

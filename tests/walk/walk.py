@@ -45,6 +45,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"selective_scan_fwd", "vLLM's CPU build has no kernel for Mamba 1"),
     (r"Sparse Attention is not supported on CPU|sparse MLA backend", "vLLM has sparse attention on GPUs only"),
     (r"is_act_and_mul=False", "vLLM has experts without a gate on GPUs only"),
+    (r"cpu_router\.py", "vLLM's CPU experts do not have its way to choose experts"),
+    (r"apply_router_weight_on_input", "vLLM's CPU experts take the router's weight on their input for one expert only"),
     (r"triton|_lib_fn_wrapper", "its kernels are Triton's, which this CPU build does not have"),
     (r"No module named 'torchvision'", "its processor needs torchvision"),
     (r"No module named '(\w+)'|requires the (\w+) library", "it needs the package {}"),
@@ -82,32 +84,30 @@ def attempt(name: str, folder: Path, nursery: Nursery) -> Result:
         path = checkpoint(name, folder / "checkpoint")
     except BaseException as error:
         return replace(result, why=_reason(f"{type(error).__name__}: {error}"))
-    try:
-        found = _measure(replace(result, outcome="refused"), path, folder, nursery)
-    except BaseException:
-        found = replace(result, outcome="refused", why=_reason(traceback.format_exc()))
-    return replace(found, seconds=round(time.monotonic() - started, 1))
+    for dtype in ("float32", "bfloat16"):
+        result = replace(result, outcome="refused", dtype=dtype)
+        try:
+            result = _measure(result, path, folder / dtype, nursery)
+        except BaseException as error:
+            log = folder / dtype / "engine.log"
+            told = (log.read_text(errors="replace") if log.exists() else "") + "".join(traceback.format_exception(error))
+            result = replace(result, why=TOO_LONG if isinstance(error, TimeoutError) else _reason(told))
+            if BF16_ONLY.search(told) and dtype == "float32":
+                continue
+        break
+    return replace(result, seconds=round(time.monotonic() - started, 1))
 
 
 def _measure(result: Result, path: Path, folder: Path, nursery: Nursery) -> Result:
-    try:
-        host = nursery.host(folder / "float32", path, **_options("float32"))
-    except AssertionError:
-        log = (folder / "float32" / "engine.log").read_text(errors="replace")
-        if not BF16_ONLY.search(log):
-            return replace(result, why=_reason(log))
-        result = replace(result, dtype="bfloat16")
-        try:
-            host = nursery.host(folder / "bfloat16", path, **_options("bfloat16"))
-        except AssertionError:
-            return replace(result, why=_reason((folder / "bfloat16" / "engine.log").read_text(errors="replace")))
+    """Capture and compare. Raises what the engine's start or its requests raise."""
+    host = nursery.host(folder, path, **_options(result.dtype))
     try:
         info = host.info
         result = replace(result, hooks=info["hooks"], absent=info.get("absent", {}), caveats=info["caveats"])
         try:
             truth = fidelity.Truth(path, result.dtype)
         except reference.UnknownLayerError as error:
-            return replace(result, outcome="laws", note=f"transformers' layer says nothing about the rows: {error}")
+            return replace(result, outcome="laws", note=f"no reference: in transformers, {error}")
         compared = tuple(hook for hook in info["hooks"] if hook in truth.hooks)
         draws = fidelity.DRAWS if truth.has_router and result.dtype == "bfloat16" else 1
         figures = fidelity.judge([fidelity.capture(host, compared, draw) for draw in range(draws)], truth, result.dtype)
@@ -132,10 +132,11 @@ def _options(dtype: str) -> dict[str, object]:
 
 def _reason(text: str) -> str:
     """One sentence of a log or a traceback."""
-    errors = [line.strip() for line in text.splitlines() if re.match(r"(\S+ )*[\w.]*(Error|Exception)\b", line.strip())]
+    errors = [line.strip() for line in text.splitlines() if re.match(r"(\S+ )*[\w.]*(Error|Exception)(:|$)", line.strip())]
     last = errors[-1] if errors else text.strip().splitlines()[-1] if text.strip() else "no reason was given"
+    around = text[: text.rindex(last) + len(last)].splitlines()[-8:] if last in text else [last]
     for pattern, reason in REASONS:
-        if found := re.search(pattern, last):
+        if found := re.search(pattern, "\n".join(around)):
             return reason.format(*(group for group in found.groups() if group))
     return last[:300]
 
