@@ -7,6 +7,7 @@ import tiny_vision
 from fidelity_page import PAGE, WAYS, hooks_of, parse, read_page
 from tiny import CHECKPOINTS, REFUSED
 from tolerances import FIDELITY
+from transformers import FalconConfig
 from tree import ROOT
 
 from midstream.schemas.selectors import HOOKS
@@ -32,8 +33,9 @@ def vision(name: str):
 
 
 def test_what_the_table_does_not_have_is_left_to_the_loaded_model() -> None:
-    assert adapter("bloom").variant is UNKNOWN
-    assert adapter("bloom").hooks == HOOKS
+    unknown = describe("FalconForCausalLM", FalconConfig())
+    assert unknown.variant is UNKNOWN
+    assert unknown.hooks == HOOKS
 
 
 def test_a_configuration_without_a_residual_stream_is_refused_with_the_reason() -> None:

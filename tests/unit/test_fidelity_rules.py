@@ -12,6 +12,7 @@ import pytest
 import transformers
 from tiny import CHECKPOINTS, Checkpoint
 
+from midstream.workers.runner import fidelity
 from midstream.workers.runner.architectures import ARCHITECTURES, UnsupportedArchitectureError, describe
 from midstream.workers.runner.fidelity import EVERYWHERE, IRRELEVANT, REFUSED, ROPE_KEYS
 
@@ -178,3 +179,24 @@ def test_a_rotary_embedding_that_is_computed_otherwise_is_refused(name: str, rop
     config.rope_parameters = {"rope_theta": 10000.0, **rope} if name != "gemma3" else rope
     with pytest.raises(UnsupportedArchitectureError, match=match):
         describe(CHECKPOINTS[name].architecture, config, 5000)
+
+
+OTHERS = [
+    ("BloomForCausalLM", transformers.BloomConfig(), "its tanh approximation"),
+    ("Lfm2ForCausalLM", transformers.Lfm2Config(), "is not served on a CPU: vLLM's CPU kernel"),
+    ("Mamba2ForCausalLM", transformers.Mamba2Config(n_groups=8), r"n_groups=8 is not served: .*; served: 1"),
+    ("DeepseekV3ForCausalLM", transformers.DeepseekV3Config(), "the rope_type 'default' is not served on a CPU"),
+    ("Cohere2ForCausalLM", transformers.Cohere2Config(sliding_window=4096), "set max_model_len to 4096 or less"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "config", "match"), OTHERS, ids=[name for name, *_ in OTHERS])
+def test_what_the_walk_found_to_differ_is_refused_with_the_reason(architecture: str, config: Any, match: str) -> None:
+    with pytest.raises(UnsupportedArchitectureError, match=match):
+        describe(architecture, config, 5000)
+
+
+def test_what_differs_on_a_cpu_only_is_served_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fidelity, "_on_cpu", lambda: False)
+    for name, config in (("Lfm2ForCausalLM", transformers.Lfm2Config()), ("DeepseekV3ForCausalLM", transformers.DeepseekV3Config())):
+        assert describe(name, config, 5000).caveats == ()

@@ -77,8 +77,8 @@ SIZES: Mapping[str, Any] = {
     "index_head_dim": 32,
     "index_topk": 64,
     # Linear attention and state spaces.
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,  # the only size of vLLM's CPU kernel
+    "linear_value_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_head_dim": 32,
@@ -129,9 +129,10 @@ SIZES: Mapping[str, Any] = {
     "eos_token_id": 1,
 }
 #: Null in a fresh config, and set in every released one; other nulls mean something.
-FILLED = frozenset({"head_dim", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"})
+FILLED = frozenset({"head_dim", "num_key_value_heads", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"})
 #: Parts of the names of parameters that are made smaller: attention without a scale, or a sharp one, multiplies every rounding.
 TAMED: Mapping[str, Mapping[str, float]] = {
+    "Glm4MoeLiteForCausalLM": {"q_b_proj": 0.3},
     "Gemma4ForCausalLM": {"q_norm": 0.3},
     "Gemma4ForConditionalGeneration": {"q_norm": 0.3},
     "Gemma4UnifiedForCausalLM": {"q_norm": 0.3},

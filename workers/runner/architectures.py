@@ -198,9 +198,12 @@ BACKEND_CLASS = "TransformersForCausalLM"
 BACKEND_CLASSES = "Transformers"
 #: `model_type` of the text config of a model that takes images → the architecture of its language model, whose entry counts.
 LANGUAGE_MODELS: Mapping[str, str] = {
+    "cohere2": "Cohere2ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "phi3": "Phi3ForCausalLM",

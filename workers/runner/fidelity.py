@@ -20,8 +20,9 @@ class Rule:
     """A field of the HF text config that is served with these values only; one that is not there counts as null."""
 
     field: str
-    served: tuple[Any, ...]
+    served: tuple[Any, ...]  # empty: no value is
     why: str
+    on_cpu: bool = False  # of vLLM's CPU kernels only
 
 
 _NO_WINDOW = Rule("sliding_window", (None,), "vLLM attends within the window, but transformers' model has none")
@@ -93,6 +94,20 @@ REFUSED: Mapping[str, tuple[Rule, ...]] = {
     "SmolLM3ForCausalLM": _BACKEND,
     "Starcoder2ForCausalLM": _BACKEND,
 }
+
+_HEADS_IN_A_ROW = "vLLM's CPU kernel for rotary positions is wrong where a query's heads are a dimension of their own"
+#: Architectures that are not compared field by field → what is known to differ, as the walk of `docs/models.md` found it.
+OTHERWISE: Mapping[str, tuple[Rule, ...]] = {
+    "BloomForCausalLM": (Rule("model_type", (), "vLLM computes the exact gelu, transformers' model its tanh approximation"),),
+    "Ernie4_5_MoeForCausalLM": (Rule("model_type", (), "vLLM's CPU experts leave out the router's correction bias", on_cpu=True),),
+    "Lfm2ForCausalLM": (Rule("model_type", (), _HEADS_IN_A_ROW, on_cpu=True),),
+    "Lfm2MoeForCausalLM": (Rule("model_type", (), _HEADS_IN_A_ROW, on_cpu=True),),
+    "Mamba2ForCausalLM": (Rule("n_groups", (1,), "vLLM normalises each group by itself, transformers' model all together"),),
+}
+#: Whose queries come to the rotary kernel with their heads as a dimension of their own, unless positions are scaled as YaRN does.
+HEADS_IN_A_ROW = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "AXK1ForCausalLM"})
+#: Whose window has one token more in vLLM.
+WIDER_WINDOW = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM"})
 
 _DROPOUT = "dropout: nothing is dropped outside training"
 _HEAD = "of a classification head"
@@ -179,18 +194,35 @@ def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool
     `config`: transformers' text config; `max_model_len`: tokens, prompt and generated; `backend`: served by vLLM's Transformers
     backend; `sections`: transformers' model rotates by three positions too. Raises DifferentNumbersError for one that is not served.
     """
-    for rule in (*EVERYWHERE, *REFUSED.get(architecture, ())):
+    for rule in (*EVERYWHERE, *REFUSED.get(architecture, ()), *OTHERWISE.get(architecture, ())):
         value = getattr(config, rule.field, None)
-        if value not in rule.served:
+        if value not in rule.served and (not rule.on_cpu or _on_cpu()):
             served = " or ".join("null" if each is None else repr(each) for each in rule.served)
-            raise DifferentNumbersError(f"{rule.field}={value!r} is not served: {rule.why}; served: {served}")
+            valid = f"; served: {served}" if served else " on a CPU" if rule.on_cpu else ""
+            raise DifferentNumbersError(
+                f"{rule.field}={value!r} is not served{'' if served else valid}: {rule.why}{valid if served else ''}"
+            )
+    window = getattr(config, "sliding_window", None)
+    if architecture in WIDER_WINDOW and window is not None and max_model_len > window:
+        raise DifferentNumbersError(
+            f"sliding_window={window}: vLLM attends to one token more than transformers' model does: set max_model_len to {window} or "
+            f"less (now {max_model_len})"
+        )
     found: list[str] = []
     for rope in _ropes(config):
         compared = architecture in REFUSED
+        if architecture in HEADS_IN_A_ROW and rope.get("rope_type", "default") == "default" and _on_cpu():
+            raise DifferentNumbersError(f"rope_parameters: the rope_type 'default' is not served on a CPU: {_HEADS_IN_A_ROW}")
         if compared and not backend and architecture not in _PARTLY_ROTATED and rope.get("partial_rotary_factor") not in (None, 1.0):
             raise DifferentNumbersError("rope_parameters: partial_rotary_factor is not served: transformers' model rotates whole heads")
         found += _of_rope(rope, config, max_model_len, backend, (ROPE_KEYS | _SECTIONS if sections else ROPE_KEYS) if compared else None)
     return tuple(dict.fromkeys(found))
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform  # only where it matters: it takes seconds
+
+    return bool(current_platform.is_cpu())
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:

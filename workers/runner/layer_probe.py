@@ -238,7 +238,7 @@ class _Probe:
         taps: Taps = {"pre_attn": Tap("", "input", kind), "post_block": Tap("", "output", kind)}
         absent: dict[Hook, str] = {}
         laws: dict[Hook, Law] = {}
-        middle = self._middle(run, branches, stream)
+        middle = self._middle(run, branches, stream, law)
         if middle is None and len(places) > 2:
             raise NoStreamError(
                 f"{len(places)} branches are added to the stream at once ({', '.join(run.calls[place].path for place in places)})"
@@ -274,14 +274,16 @@ class _Probe:
                 return kind, stream, law
         raise NoStreamError("what leaves the layer is not what enters it plus what its parts add")
 
-    def _middle(self, run: _Run, branches: Mapping[int, torch.Tensor], stream: torch.Tensor) -> tuple[int, Tap, dict[Any, float]] | None:
+    def _middle(
+        self, run: _Run, branches: Mapping[int, torch.Tensor], stream: torch.Tensor, leaving: Mapping[Any, float]
+    ) -> tuple[int, Tap, dict[Any, float]] | None:
         """The first call that reads the stream after a branch was added: (call, tap, the stream there)."""
         for number, call in enumerate(run.calls):
             before: dict[Any, torch.Tensor] = {"stream": stream, **{place: each for place, each in branches.items() if place < number}}
             pair = [call.inputs[0] + call.inputs[1]] if len(call.inputs) == 2 else []
             for kind, target in [("pair", each) for each in pair] + [("single", each) for each in call.inputs[:1]]:
                 law = self.fit(target, before)
-                if law is not None and "stream" in law and len(law) > 1:
+                if law is not None and "stream" in law and len(law) > 1 and law.keys() <= leaving.keys():
                     return number, Tap(call.path, "input", kind), law  # type: ignore[arg-type]
         return None
 
