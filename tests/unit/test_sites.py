@@ -13,7 +13,7 @@ from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLO
 from midstream.schemas.interventions import PLACE
 from midstream.schemas.selectors import HOOKS, Hook
 from midstream.workers.runner import sites as site_module
-from midstream.workers.runner.architectures import PRE_NORM, Adapter, Tap, UnsupportedArchitectureError, Variant, _materialised
+from midstream.workers.runner.architectures import PRE_NORM, UNKNOWN, Adapter, Tap, UnsupportedArchitectureError, Variant, _materialised
 from midstream.workers.runner.sites import Buffers, Site, Sizes, install, warm_up
 
 HIDDEN, TOKENS = 8, 5
@@ -318,6 +318,13 @@ def test_the_buffers_are_not_saved_with_the_model() -> None:
     before = set(model.state_dict())
     put(model, adapter)
     assert set(model.state_dict()) == before
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_model_in_which_nothing_was_found_gets_no_sites(always: bool) -> None:
+    """It is refused later, by the worker, which has the reason."""
+    sites, _ = put(toy("pair")[0], Adapter("Toy", UNKNOWN, HIDDEN, 2), (), always)
+    assert sites == []
 
 
 def test_a_model_with_another_structure_is_refused() -> None:

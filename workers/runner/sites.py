@@ -84,11 +84,11 @@ def install(
     ordered = [hook for hook in adapter.hooks if hook in hooks]
     for hook in hooks:
         adapter.tap(hook, 0)
-    layers = held_layers(model, adapter)
+    layers = held_layers(model, adapter) if ordered else []
     placed = [(number, layer, hook, adapter.tap(hook, number)) for number, layer in layers for hook in ordered]
     sites = [Site(hook, number, tap.kind) for number, _, hook, tap in placed]
     buffers = _buffers(len(sites), sizes, adapter.hidden_size, dtype, device)
-    _lead(sites, adapter, ordered, next_layer=always and not _read_between_layers(model, adapter))
+    _lead(sites, adapter, ordered, next_layer=always and bool(ordered) and not _read_between_layers(model, adapter))
     visits: dict[nn.Module, dict[Side, list[tuple[bool, _Visit]]]] = {}
     for first, mine in _launches(sites):
         _, layer, _, tap = placed[first]
