@@ -4,9 +4,12 @@ All of the table in `docs/quantised.md` is measured by `make quantised`; here ea
 """
 
 import asyncio
+import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +18,12 @@ from fidelity import options_of
 from fidelity_page import SHORT, Way
 from host import Host, capture_of, prompt_of, relative_error
 from patching_kit import Cell, edits, everything, patches, rows_of
-from quantised import FORMATS, Made, QuantisedTruth, make
+from quantised import FORMATS, Made, QuantisedTruth, _compressed, make
 from quantised_page import figure, tolerance
 from reference import Edit
 from tolerances import FP32_CODES, FP32_HOOKS
 
+from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.runner.quantisation import UnsupportedQuantisationError
@@ -162,19 +166,44 @@ def test_info_and_manifest_say_how_a_checkpoint_is_quantised(made: Maker, nurser
         host.close()
 
 
+def start(model: Path, folder: Path) -> None:
+    settings = Settings(model=str(model), data_dir=str(folder / "data"), dtype="bfloat16", max_model_len=64)
+    asyncio.run(VllmEngine(settings).start())
+
+
 @pytest.mark.parametrize(
     ("name", "form", "reason"),
     [
-        ("llama", "fp8 blocks", "scales per block: it needs a GPU or a CPU with AMX"),
-        ("llama", "fp8 dynamic", "one activation scale for all rows of a step"),
-        ("qwen3-moe", "gptq", "quantised experts: it needs a GPU or a CPU with AMX"),
+        ("llama", "fp8 blocks", "requires AMX tile support"),
+        ("llama", "fp8 dynamic", "rounds all rows of a step with one scale"),
+        ("qwen3-moe", "gptq", "a GPU or a CPU with AMX for quantised experts"),
     ],
 )
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="they are served on this CPU")
 def test_what_this_cpu_cannot_run_is_refused_before_a_process_starts(name: str, form: str, reason: str, made: Maker, tmp_path) -> None:
-    settings = Settings(model=str(made(name, form).quantised), data_dir=str(tmp_path), dtype="bfloat16", max_model_len=64)
     with pytest.raises(UnsupportedQuantisationError, match=reason):
-        asyncio.run(VllmEngine(settings).start())
+        start(made(name, form).quantised, tmp_path)
+
+
+_FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (_compressed("nvfp4-pack-quantized", _FP4, _FP4 | {"dynamic": "local"}), "compressed-tensors: fp4 weights.*NVFP4 linear layer"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True, "desc_act": False}, "gptq: int8 weights .*weight_bits"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, "modelopt_fp4.* NVFP4 linear layer"),
+        ({"quant_method": "torchao", "quant_type": {"default": "int8_weight_only"}}, "torchao"),
+    ],
+)
+def test_formats_without_a_kernel_here_are_refused_with_vllms_reason(config: dict[str, Any], reason: str, made: Maker, tmp_path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(made("llama", "awq").quantised, model)
+    changed = json.loads((model / "config.json").read_text()) | {"quantization_config": config}
+    (model / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(MidstreamError, match=reason):
+        start(model, tmp_path)
 
 
 def test_gguf_is_refused_before_vllm_looks_at_it(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from ..runner.allowlist import check
 from ..runner.architectures import UnsupportedArchitectureError, describe
 from ..runner.config import Found, PlaneConfig
 from ..runner.consumers import available
-from ..runner.quantisation import UnsupportedQuantisationError, quantisation_of, refuse_gguf
+from ..runner.quantisation import UnsupportedQuantisationError, check_kernels, quantisation_of, refuse_gguf
 from ..runner.ring_budget import CapturedRows
 from ..runner.stages import stage_layers
 from .admission import CaptureBudget, StepRows
@@ -112,6 +112,8 @@ class VllmEngine(RankControl):
             asked.scheduler_config.scheduler_cls = scheduler_class(asked)
             check(asked)
             quantisation = quantisation_of(asked)
+            if quantisation.name:
+                check_kernels(asked, quantisation.name)
             config = asked.model_config
             adapter = describe(
                 config.architectures[0], config.hf_config, config.max_model_len

@@ -4,25 +4,38 @@ The rows of a quantised checkpoint are defined as those of its dequantised weigh
 checkpoint asks for. A checkpoint whose rows would be others is refused, or served with a caveat: see `docs/quantised.md`.
 """
 
+import contextlib
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
+from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.platforms import current_platform
 
 from ...schemas.errors import MidstreamError
 
-#: Methods of vLLM whose rows were compared with transformers', on the CPU.
-MEASURED = frozenset({"compressed-tensors", "fp8", "awq", "auto_awq", "gptq", "auto_gptq"})
-#: Methods and compressed-tensors formats of which vLLM has no kernel for CPUs.
-GPU_ONLY = frozenset(
-    {"modelopt_fp4", "modelopt_mxfp8", "mxfp8", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "humming", "moe_wna16"}
+logger = logging.getLogger(__name__)
+
+#: vLLM's methods, with weights and activations, of which rows were compared with transformers', on a CPU.
+MEASURED = frozenset(
+    {
+        ("compressed-tensors", "int8", "int8"),
+        ("compressed-tensors", "fp8", "fp8"),
+        ("compressed-tensors", "int4", ""),
+        ("fp8", "fp8", "fp8"),
+        *((method, "int4", "") for method in ("awq", "auto_awq", "gptq", "auto_gptq")),
+    }
 )
+#: What vLLM says where it has no kernel for a format here; other errors of a layer without a model are left to the real one.
+_NO_KERNEL = ("failed to find a kernel", "no compressed-tensors compatible scheme", "not support", "please install")
 #: 4-bit weights run with 8-bit activations on CPUs with AMX, unless this is 0: see `engine.vllm_options`.
 W4A8 = "VLLM_CPU_INT4_W4A8"
 #: `repository:QUANTISATION`, as the GGUF plugin of vLLM takes it.
@@ -74,8 +87,9 @@ class Facts(NamedTuple):
         return f"{self.method}: {', '.join(dict.fromkeys(parts))}" if parts else self.method
 
     @property
-    def plain_cpu(self) -> bool:
-        return self.cpu and not self.amx
+    def measured(self) -> bool:
+        activations = {rounding.kind for rounding in self.activations} or {""}
+        return bool(self.weights) and all((self.method, each.kind, kind) in MEASURED for each in self.weights for kind in activations)
 
     @property
     def shares_scales(self) -> bool:
@@ -90,18 +104,13 @@ class Rule(NamedTuple):
     text: str
 
 
-_ELSEWHERE = "needs a GPU or a CPU with AMX; this is a CPU without AMX"
 REFUSED = (
-    Rule(lambda it: it.cpu and bool(GPU_ONLY & {it.method, str(it.raw.get("format", ""))}), "vLLM runs this format on GPUs only"),
-    Rule(lambda it: it.plain_cpu and any(rounding.scale == "block" for rounding in it.weights), f"scales per block: it {_ELSEWHERE}"),
-    Rule(lambda it: it.plain_cpu and it.experts, f"quantised experts: it {_ELSEWHERE}"),
     Rule(
-        lambda it: it.plain_cpu and it.shares_scales,
-        "one activation scale for all rows of a step: other requests would change a request's rows. Use a checkpoint with "
-        "activation_scheme 'static' or with a scale per token, a GPU from compute capability 8.9, or a CPU with AMX",
+        lambda it: it.cpu and not it.amx and it.experts,
+        "vLLM needs a GPU or a CPU with AMX for quantised experts; this is a CPU without AMX",
     ),
     Rule(
-        lambda it: it.cpu and it.dtype == torch.float32 and any(rounding.kind == "int4" for rounding in it.weights),
+        lambda it: it.cpu and it.dtype == torch.float32 and any("int4" in rounding.kind for rounding in it.weights),
         "4-bit weights are not served in float32: set dtype to bfloat16 or float16",
     ),
 )
@@ -130,11 +139,11 @@ CAVEATS = (
         "the checkpoint asks for a quantised KV cache: attention reads rounded keys and values, and rows above the first layer differ",
     ),
     Rule(
-        lambda it: it.amx and os.environ.get(W4A8, "1") != "0" and any(rounding.kind == "int4" for rounding in it.weights),
+        lambda it: it.amx and os.environ.get(W4A8, "1") != "0" and any("int4" in rounding.kind for rounding in it.weights),
         f"with {W4A8}=1, vLLM rounds the inputs of 4-bit layers to 8 bits on this CPU, which the checkpoint does not ask for",
     ),
     Rule(
-        lambda it: it.method not in MEASURED,
+        lambda it: not it.measured,
         "this quantisation was not compared with transformers: rows are those of the quantised model as vLLM computes it",
     ),
 )
@@ -188,7 +197,9 @@ def _of_groups(groups: list[Mapping[str, Any]], name: str) -> frozenset[Rounding
     found = (group[name] for group in groups if isinstance(group.get(name), Mapping))
     return frozenset(
         Rounding(
-            f"{'fp' if each.get('type') == 'float' else 'int'}{each.get('num_bits')}", str(each.get("strategy")), bool(each.get("dynamic"))
+            f"{'' if each.get('symmetric', True) else 'asymmetric '}{'fp' if each.get('type') == 'float' else 'int'}{each.get('num_bits')}",
+            str(each.get("strategy")),
+            bool(each.get("dynamic")),
         )
         for each in found
     )
@@ -214,13 +225,51 @@ def refuse_gguf(model: str) -> None:
         )
 
 
+def check_kernels(config: VllmConfig, name: str) -> None:
+    """Raises UnsupportedQuantisationError if vLLM has no kernel for layers of `config` here, or one that shares scales.
+
+    vLLM chooses it for a layer like the model's `down_proj`, on no device: in milliseconds, and before any process of the engine starts.
+    """
+    model = config.model_config
+    hidden = model.get_hidden_size()
+    size = getattr(model.hf_text_config, "intermediate_size", None) or hidden
+    try:
+        with set_current_vllm_config(config), _one_rank(), torch.device("meta"):
+            layer = ReplicatedLinear(
+                size if isinstance(size, int) else hidden,
+                hidden,
+                bias=False,
+                params_dtype=model.dtype,
+                quant_config=config.quant_config,
+                prefix="model.layers.0.mlp.down_proj",
+            )
+    except Exception as error:
+        if not any(words in str(error).lower() for words in _NO_KERNEL):
+            logger.info("kernels for %s are not known before the model is loaded: %s", name, error)
+            return
+        why = " ".join(str(error).split()).removesuffix("Reasons:").strip()
+        raise UnsupportedQuantisationError(f"quantisation {name} is not served here: vLLM says: {why}") from error
+    refuse_shared_scales(torch.nn.ModuleDict({"down_proj": layer}))
+
+
+@contextlib.contextmanager
+def _one_rank() -> Iterator[None]:
+    """Parameters of vLLM ask for their tensor-parallel rank when they are made."""
+    before = parallel_state._TP
+    parallel_state._TP = SimpleNamespace(rank_in_group=0, world_size=1)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        parallel_state._TP = before
+
+
 def refuse_shared_scales(model: torch.nn.Module) -> None:
     """Raises UnsupportedQuantisationError if a loaded layer rounds all rows of a step with one scale computed from them."""
     for name, module in model.named_modules():
         if any(_shares(part) for part in _parts(module)):
             raise UnsupportedQuantisationError(
                 f"{name} rounds all rows of a step with one scale: other requests would change a request's rows. Use a checkpoint with "
-                "static activation scales, or with one for each token"
+                "static activation scales or with one for each token, or a GPU from compute capability 8.9"
             )
 
 
