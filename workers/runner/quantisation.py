@@ -256,7 +256,7 @@ def check_kernels(config: VllmConfig, name: str) -> None:
 def _one_rank() -> Iterator[None]:
     """Parameters of vLLM ask for their tensor-parallel rank when they are made."""
     before = parallel_state._TP
-    parallel_state._TP = SimpleNamespace(rank_in_group=0, world_size=1)  # type: ignore[assignment]
+    parallel_state._TP = SimpleNamespace(rank_in_group=0, world_size=1)
     try:
         yield
     finally:
