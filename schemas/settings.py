@@ -75,7 +75,9 @@ class Settings(Record):
     max_num_batched_tokens: Count = 2048  # tokens in one engine step
     enable_prefix_caching: bool = True
     prefix_cache_scope: Literal["shared", "tenant"] = "shared"  # `tenant`: requests reuse only blocks of the same tenant
-    speculative_tokens: Natural = 0  # draft tokens by n-gram lookup in the prompt; 0: none
+    speculative_tokens: Natural = 0  # draft tokens of a request in one engine step; 0: none
+    drafter: Literal["ngram", "eagle3", "mtp"] = "ngram"  # who drafts: a look-up in the text, a head of its own, the model's own MTP layers
+    draft_model: str = ""  # the EAGLE-3 head: a checkpoint folder or hub name
     kv_cache_gib: Positive = 1.0  # CPU only
     block_size: Count | None = None  # tokens in a block of the KV cache, of which only whole ones are shared; default: the platform's
     num_gpu_blocks: Count | None = None  # override of the KV cache's size in blocks

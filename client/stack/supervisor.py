@@ -416,18 +416,25 @@ def prepare(settings: Settings, data: Path, say: Say) -> Settings:
         from ...workers.demo_model import fetch_demo_model
 
         changes["model"] = str(fetch_demo_model(Path(settings.cache_dir), say))
-    elif settings.model.startswith(("/", "./", "../", "~")):
-        folder = Path(settings.model).expanduser().resolve()
-        if not (folder / "config.json").is_file():
-            raise SettingsError(f"model={settings.model!r}: no checkpoint found (no config.json in {folder})")
-        changes["model"] = str(folder)
-    elif (Path(settings.model) / "config.json").is_file():
-        changes["model"] = str(Path(settings.model).resolve())
+    else:
+        changes["model"] = _checkpoint("model", settings.model)
+    if settings.draft_model:
+        changes["draft_model"] = _checkpoint("draft_model", settings.draft_model)
     changes["api_port"] = _decided_port("api_port", settings.api_host, settings.api_port, say)
     changes["flower_port"] = _decided_port("flower_port", settings.flower_host, settings.flower_port, say)
     if not settings.relay_url:
         changes["relay_url"] = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     return msgspec.structs.replace(settings, **changes)
+
+
+def _checkpoint(name: str, value: str) -> str:
+    """The folder that a setting names, absolute; a hub name stays as it is. Raises SettingsError."""
+    folder = Path(value).expanduser().resolve()
+    if (folder / "config.json").is_file():
+        return str(folder)
+    if value.startswith(("/", "./", "../", "~")):
+        raise SettingsError(f"{name}={value!r}: no checkpoint found (no config.json in {folder})")
+    return value
 
 
 def child_environment(settings: Settings) -> dict[str, str]:
@@ -436,7 +443,7 @@ def child_environment(settings: Settings) -> dict[str, str]:
     environment |= to_environment(msgspec.structs.replace(settings, api_key=""))  # that is of who calls
     environment |= {"PYTHONSAFEPATH": "1"}  # what lies in the working directory is no module of theirs, nor of the processes they start
     environment |= {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    if Path(settings.model).is_dir():
+    if all(Path(each).is_dir() for each in (settings.model, settings.draft_model) if each):
         environment["HF_HUB_OFFLINE"] = "1"  # everything is there: a hub that does not answer must not hold up the start
     return environment
 

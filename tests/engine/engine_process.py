@@ -66,11 +66,39 @@ def overlap_steps() -> None:
     vllm.scheduler_class = on_an_accelerator
 
 
+def keep_aux(folder: str) -> None:
+    """Have every call of an EAGLE-3 head leave a file there: `positions` and, of each, the `hidden` states that the head was given."""
+    import itertools
+
+    import numpy as np
+    import torch
+    from vllm.v1.spec_decode.eagle import EagleProposer
+    from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+
+    numbers = itertools.count()
+
+    def keep(positions: Any, hidden: Any) -> None:
+        np.savez(os.path.join(folder, f"{next(numbers):06d}"), positions=positions.numpy(), hidden=hidden.float().numpy())
+
+    def of_v1(self: Any, *args: Any, propose: Any = EagleProposer.propose, **options: Any) -> Any:
+        keep(options["target_positions"], options["target_hidden_states"])
+        return propose(self, *args, **options)
+
+    def of_v2(self: Any, batch: Any, *args: Any, propose: Any = EagleSpeculator.propose, **options: Any) -> Any:
+        if args[3]:
+            keep(batch.positions[: batch.num_tokens], torch.cat(args[3], dim=-1)[: batch.num_tokens])
+        return propose(self, batch, *args, **options)
+
+    EagleProposer.propose, EagleSpeculator.propose = of_v1, of_v2
+
+
 async def serve(reply: Any) -> None:
     from midstream.workers.engine.vllm import VllmEngine
 
     if os.environ.get("OVERLAP_STEPS"):
         overlap_steps()
+    if folder := os.environ.get("KEEP_AUX"):
+        keep_aux(folder)
     engine = VllmEngine(load_settings())
     await engine.start()
     called = count_rank_calls(engine)

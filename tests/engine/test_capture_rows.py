@@ -188,3 +188,12 @@ def test_files_carry_the_checksum_that_the_receipt_says(v1: Host) -> None:
     reader, receipt = v1.capture(job), v1.receipts(job)[0]
     assert all(check.ok for check in reader.verify())
     assert [check.crc32 for check in reader.verify()] == [file.crc32 for file in receipt.files]
+
+
+def test_a_seeded_request_samples_the_same_if_its_prompt_is_split(v1: Host) -> None:
+    """Beside another one, a step of 64 tokens has no room for it as a whole."""
+    first, seeded = (v1.job(prompt_of(40, seed=n), max_tokens=8, temperature=1.0, seed=n) for n in (90, 91))
+    alone = v1.run(seeded)[seeded.id][0].token_ids
+    before = v1.call("midstream_status")[0]["step"]
+    assert v1.run_together(first, seeded)[seeded.id][0].token_ids == alone
+    assert v1.call("midstream_status")[0]["step"] - before > 8, "the prompt was not split"

@@ -21,7 +21,6 @@ from vllm.config import (
     OffloadConfig,
     ParallelConfig,
     SchedulerConfig,
-    SpeculativeConfig,
     VllmConfig,
 )
 
@@ -67,15 +66,6 @@ HARMLESS: dict[type, set[str]] = {
         "hash_block_size", "cache_hit_alignment_tokens", "swa_bounded_replay", "kv_cache_memory_bytes", "kv_offloading_backend",
         "_block_size_resolved",
     },
-    SpeculativeConfig: {
-        "enforce_eager", "num_speculative_tokens", "model", "draft_tensor_parallel_size", "tensor_parallel_size", "quantization",
-        "moe_backend", "attention_backend", "kv_cache_dtype", "max_model_len", "revision", "code_revision",
-        "index_share_for_mtp_iteration", "disable_padded_drafter_batch", "disable_eagle_block_drop", "use_local_argmax_reduction",
-        "use_heterogeneous_vocab", "prompt_lookup_max", "prompt_lookup_min", "target_model_config", "target_parallel_config",
-        "draft_model_config", "draft_parallel_config", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
-        "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob", "draft_load_config", "rejection_sample_method",
-        "synthetic_acceptance_rates", "synthetic_acceptance_length", "draft_sample_method", "dspark_draft_topk",
-    },
     OffloadConfig: {"offload_backend", "uva", "prefetch"},
     AttentionConfig: {
         "backend", "minimax_m3_msa_decode_backend", "backend_per_kind", "flash_attn_version",
@@ -95,15 +85,6 @@ def config(tmp_path: Path) -> VllmConfig:
     made = VllmConfig(model_config=model)
     made.parallel_config.worker_cls = "midstream.workers.runner.worker_class.MidstreamWorker"
     made.scheduler_config.scheduler_cls = "midstream.workers.runner.scheduler.MidstreamAsyncScheduler"
-    return made
-
-
-def speculating(method: str = "ngram", **options: Any) -> SpeculativeConfig:
-    """Whole ones ask for a draft model."""
-    made = object.__new__(SpeculativeConfig)
-    defaults = {"parallel_drafting": False, "enable_adaptive_verification": False, "num_speculative_tokens_per_batch_size": None}
-    for name, value in {**defaults, "method": method, **options}.items():
-        object.__setattr__(made, name, value)
     return made
 
 
@@ -129,7 +110,7 @@ def quantised_adapters(config: VllmConfig) -> None:
 
 def drafted_adapters(config: VllmConfig) -> None:
     adapters(config)
-    put(config, "speculative_config", speculating())
+    put(config, "speculative_config", SimpleNamespace(method="ngram"))
 
 
 def put(config: VllmConfig, path: str, value: Any) -> None:
@@ -146,20 +127,11 @@ def moe(config: VllmConfig) -> None:
     put(config, "parallel_config.enable_expert_parallel", True)
 
 
-def overlapping(config: VllmConfig) -> None:
-    put(config, "speculative_config", speculating())
-    put(config, "scheduler_config.async_scheduling", True)
-
-
 Alter = Callable[[VllmConfig], Any]
 
 
 def to(path: str, value: Any) -> tuple[str, Alter]:
     return path, lambda config: put(config, path, value)
-
-
-def drafts(name: str, value: Any) -> tuple[str, Alter]:
-    return f"speculative_config.{name}", lambda config: put(config, "speculative_config", speculating(**{name: value}))
 
 
 def lora(name: str, value: Any) -> tuple[str, Alter]:
@@ -217,13 +189,6 @@ WRONG: list[tuple[str, Alter]] = [
     to("model_config.enable_sleep_mode", True),
     to("diffusion_config", object()),
     to("engram_config", object()),
-    drafts("method", "eagle"),
-    drafts("method", "deepseek_mtp"),
-    drafts("method", "of a later version"),
-    drafts("parallel_drafting", True),
-    drafts("enable_adaptive_verification", True),
-    drafts("num_speculative_tokens_per_batch_size", [(1, 2, 3)]),
-    ("speculative_config with scheduler_config.async_scheduling", overlapping),
     to("kv_transfer_config", KVTransferConfig()),
     to("ec_transfer_config", object()),
     to("cache_config.kv_offloading_size", 1.0),
@@ -250,7 +215,6 @@ def test_what_our_settings_lead_to_is_valid(config: VllmConfig) -> None:
     adapters(config)
     check(config)
     put(config, "lora_config", None)
-    put(config, "speculative_config", speculating())
     for mode in CUDAGraphMode:
         put(config, "compilation_config.cudagraph_mode", mode)
         check(config)
@@ -298,8 +262,7 @@ def test_every_setting_of_vllm_is_either_ruled_or_known_to_be_harmless(section: 
     own = {field.name for field in fields(section)}  # type: ignore[arg-type]
     prefix = {
         VllmConfig: "", ParallelConfig: "parallel_config.", SchedulerConfig: "scheduler_config.", CacheConfig: "cache_config.",
-        LoRAConfig: "lora_config.",
-        SpeculativeConfig: "speculative_config.", OffloadConfig: "offload_config.", AttentionConfig: "attention_config.",
+        LoRAConfig: "lora_config.", OffloadConfig: "offload_config.", AttentionConfig: "attention_config.",
     }[section]  # fmt: skip
     ruled = {rule.name.removeprefix(prefix).split(".")[0] for rule in RULES if rule.name.startswith(prefix)} & own
     if section is VllmConfig:

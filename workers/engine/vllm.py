@@ -38,6 +38,7 @@ from ..runner.quantisation import UnsupportedQuantisationError, check_kernels, q
 from ..runner.ring_budget import CapturedRows
 from ..runner.stages import stage_layers
 from .admission import CaptureBudget, StepRows
+from .drafts import check_drafter, check_drafts
 from .ends import Ends
 from .identity import BOOT
 from .option_check import accepted
@@ -107,10 +108,12 @@ class VllmEngine(RankControl):
             caveats=caveats,
         )
         try:
+            await asyncio.to_thread(check_drafter, settings)
             refuse_gguf(settings.model)
             asked = await asyncio.to_thread(_engine_args(settings).create_engine_config, UsageContext.ENGINE_CONTEXT)
             asked.scheduler_config.scheduler_cls = scheduler_class(asked)
             check(asked)
+            check_drafts(asked, settings)
             quantisation = quantisation_of(asked)
             if quantisation.name:
                 check_kernels(asked, quantisation.name)
@@ -132,7 +135,7 @@ class VllmEngine(RankControl):
                 raise UnsupportedArchitectureError(refused)
             absent = {hook: why for each in found for hook, why in each.absent.items()}
             hooks = [hook for hook in hooks if all(hook in each.hooks for each in found)]
-        except (UnsupportedArchitectureError, UnsupportedQuantisationError):
+        except (UnsupportedArchitectureError, UnsupportedQuantisationError, SettingsError):
             raise
         except Exception as error:
             raise MidstreamError("engine_failed", f"the engine did not start: {in_our_settings(_reason(error))}") from error

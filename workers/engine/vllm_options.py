@@ -13,10 +13,9 @@ from ...schemas.base import to_json
 from ...schemas.settings import Settings
 from ..runner.quantisation import W4A8
 from . import no_torchvision
+from .drafts import speculative_config
 from .option_check import accepted
 
-#: Draft tokens are looked up in the prompt by its last 4 to 2 tokens.
-_NGRAMS = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 #: Tokens in a block of the KV cache. vLLM's 128 leaves prompts of a sentence nothing to share; 32 is the least that its kernels for
 #: CPUs take, and as fast (measured with prompts of 300 tokens, and while 16 requests generate).
 _CPU_BLOCK = 32
@@ -49,7 +48,8 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     if settings.executor != "auto":
         options["distributed_executor_backend"] = settings.executor
     if settings.speculative_tokens:
-        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": settings.speculative_tokens} | _NGRAMS
+        # A rank knows where a token stands before the forward runs only if no step begins before the last one's drafts are judged.
+        options |= {"speculative_config": speculative_config(settings), "async_scheduling": False}
     if settings.lora_dir:
         options |= {name: getattr(settings, name) for name in ("max_loras", "max_cpu_loras", "max_lora_rank")} | {"enable_lora": True}
     block_size = settings.block_size or (_CPU_BLOCK if current_platform.is_cpu() else None)

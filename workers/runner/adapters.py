@@ -16,6 +16,8 @@ from .scheduler import ends, finishes, keeping, load, waiting
 from .step import NewRequest, RequestRows, StepView
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from .plane import DataPlane
 
 EXTRA_ARGS_KEY = "midstream"
@@ -110,6 +112,20 @@ class V1Adapter(_Adapter):
             self.midstream.plan(_view(req_ids, counts, batch.num_computed_tokens_cpu, samples))
         return prepared
 
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """A sample in the middle of a prompt is discarded. vLLM then turns the request's generator back, which it cannot on a CPU."""
+        generators = self.input_batch.generators  # type: ignore[attr-defined]
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()  # type: ignore[attr-defined]
+        unused = {index: generators.pop(index) for index in discarded if index in generators}
+        try:
+            return super().sample_tokens(*args, **kwargs)
+        finally:
+            generators.update(unused)
+
+    def drafting_model(self) -> "nn.Module | None":
+        """What drafts, where that is a model."""
+        return getattr(getattr(self, "drafter", None), "model", None)
+
     def make_pipeline_buffers(self) -> None:
         """Eager CPU runs skip the dummy run that would make a later stage's input buffers."""
         if self.intermediate_tensors is None:  # type: ignore[has-type]
@@ -149,6 +165,10 @@ class V2Adapter(_Adapter):
             samples = [int(count) for count in logits[1 : batch.num_reqs + 1] - logits[: batch.num_reqs]]
             self.midstream.plan(_view(batch.req_ids, counts, batch.num_computed_tokens_np, samples))
         return batch
+
+    def drafting_model(self) -> "nn.Module | None":
+        """What drafts, where that is a model."""
+        return self.get_draft_model()  # type: ignore[attr-defined]
 
     def make_pipeline_buffers(self) -> None:
         """The v2 runner makes them itself."""

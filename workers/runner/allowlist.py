@@ -13,6 +13,8 @@ from typing import Any
 import vllm
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 
+from .drafters import refusals
+
 _SPLIT = "it divides a batch's rows between passes or ranks"
 _STATE = "it changes what a block of the KV cache holds, or where it is"
 _SEVERAL = "start one worker for each engine instead"
@@ -111,17 +113,6 @@ RULES = (
     Rule("model_config.enable_sleep_mode", (False,), "the hook sites' buffers leave the device"),
     Rule("diffusion_config", (None,), "a step computes rows of positions that are not final"),
     Rule("engram_config", (None,), "untested"),
-    # Drafts
-    Rule("speculative_config.method", ("ngram",), "drafts from a draft model have rows of their own, which is untested"),
-    Rule("speculative_config.parallel_drafting", (False,), "untested"),
-    Rule("speculative_config.enable_adaptive_verification", (False,), "the GPU decides how many drafts a request has"),
-    Rule("speculative_config.num_speculative_tokens_per_batch_size", (None,), "untested"),
-    Rule(
-        "speculative_config with scheduler_config.async_scheduling",
-        (False,),
-        "positions are known only on the GPU, where drafts are rejected",
-        lambda config: config.speculative_config is not None and bool(config.scheduler_config.async_scheduling),
-    ),
     # State outside the batch
     Rule("kv_transfer_config", (None,), _STATE),
     Rule("ec_transfer_config", (None,), _STATE),
@@ -154,7 +145,7 @@ RULES = (
 
 def check(config: VllmConfig) -> None:
     """Raises UnsupportedConfigurationError that names every setting with another value than those known to be right."""
-    wrong = [line for rule in RULES if (line := _refusal(rule, config))]
+    wrong = [line for rule in RULES if (line := _refusal(rule, config))] + refusals(config)
     if wrong:
         raise UnsupportedConfigurationError("this configuration of vLLM is not supported: " + "; ".join(wrong))
 

@@ -88,7 +88,7 @@ def install(
     placed = [(number, layer, hook, adapter.tap(hook, number)) for number, layer in layers for hook in ordered]
     sites = [Site(hook, number, tap.kind) for number, _, hook, tap in placed]
     buffers = _buffers(len(sites), sizes, adapter.hidden_size, dtype, device)
-    _lead(sites, adapter, ordered, next_layer=always and bool(ordered) and not _read_between_layers(model, adapter))
+    _lead(sites, adapter, ordered, next_layer=always and bool(ordered) and not read_between_layers(model, adapter))
     visits: dict[nn.Module, dict[Side, list[tuple[bool, _Visit]]]] = {}
     for first, mine in _launches(sites):
         _, layer, _, tap = placed[first]
@@ -136,9 +136,14 @@ def _lead(sites: Sequence[Site], adapter: Adapter, hooks: Sequence[Hook], *, nex
         site.leads = not any((last.hook, site.hook) in itertools.pairwise(group) for group in groups)
 
 
-def _read_between_layers(model: nn.Module, adapter: Adapter) -> bool:
-    """Whether the model keeps what lies between some layers (for EAGLE-3): it must not see the edits of the layer behind."""
-    return bool(getattr(_decoder(model, adapter), "aux_hidden_state_layers", ()))
+def read_between_layers(model: nn.Module, adapter: Adapter) -> tuple[int, ...]:
+    """After how many layers the model keeps the stream (for EAGLE-3): it must not see the edits of the layer behind."""
+    return tuple(getattr(_decoder(model, adapter), "aux_hidden_state_layers", ()))
+
+
+def has_sites(module: nn.Module) -> bool:
+    """Whether a site is at the input or output of this module itself."""
+    return any(name.startswith("midstream_") for name, _ in module.named_buffers(recurse=False))
 
 
 def language_model(model: nn.Module) -> nn.Module:

@@ -23,6 +23,7 @@ from .adapters import V1Adapter, V2Adapter
 from .allowlist import check
 from .architectures import UnsupportedArchitectureError, describe
 from .config import Found, Place, PlaneConfig, plane_config
+from .drafters import UnsupportedDrafterError, check_loaded
 from .faults import answer
 from .found import complete
 from .grading import tap
@@ -32,7 +33,7 @@ from .plane import DataPlane
 from .process import die_with_parent, threads_elsewhere
 from .quantisation import UnsupportedQuantisationError, quantisation_of, refuse_shared_scales
 from .reentry import enters_above, install_gate
-from .sites import Sizes, install, warm_up
+from .sites import Sizes, install, read_between_layers, warm_up
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -82,8 +83,9 @@ class MidstreamWorker(PlatformWorker):
         mode = self.vllm_config.compilation_config.mode
         traced = mode != CompilationMode.NONE or not (model.enforce_eager or current_platform.is_cpu())
         hooks = tuple(hook for hook in adapter.hooks if hook in self._found.hooks and (not config.hooks or hook in config.hooks))
+        loaded = self.model_runner.get_model()
         sites, buffers = install(
-            self.model_runner.get_model(),
+            loaded,
             adapter,
             _sizes(config, len(hooks) * adapter.num_layers, traced=traced),
             hooks,
@@ -91,19 +93,23 @@ class MidstreamWorker(PlatformWorker):
             device=self.device,
             always=traced,
         )
+        try:
+            check_loaded(self.model_runner.drafting_model(), read_between_layers(loaded, adapter), adapter)
+        except UnsupportedDrafterError as error:
+            self._found = msgspec.structs.replace(self._found, refused=self._found.refused or str(error))
         warm_up(sites, buffers)
         pp, tp = get_pp_group(), get_tp_group()
         place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group, stages=pp.world_size)
         enters = config.sweep_entry and not traced and "pre_attn" in hooks and enters_above(adapter)
         self._found = msgspec.structs.replace(self._found, enters=enters)
-        gate = install_gate(self.model_runner.get_model(), adapter) if enters else None
+        gate = install_gate(loaded, adapter) if enters else None
         with threads_elsewhere(set(config.cores)):
             config = msgspec.structs.replace(config, caveats=[*adapter.caveats, *quantisation.caveats, *config.caveats])
             self._plane = DataPlane(
                 config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate, loras=loras
             )  # fmt: skip
         if place.grades:
-            tap(self.model_runner.get_model(), self._plane.grade)
+            tap(loaded, self._plane.grade)
         if not pp.is_first_rank:
             self.model_runner.make_pipeline_buffers()
 

@@ -1,0 +1,292 @@
+"""With every drafter, tokens, rows, edits and receipts are those of a request without drafts. fp32."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from draft_heads import AUX_LAYERS, deepseek_v3, eagle3_head, echo_target, glm4_moe, mimo
+from host import Host, capture_of, prompt_of, relative_error, steer
+from nursery import Nursery
+from reference import Edit, Reference
+from test_graded_tokens import EVERY, logprobs_of, truth
+from test_reentry import ask, base_run, cell, graded
+from tiny import HIDDEN, LAYERS
+from tolerances import FP32_LOGPROBS, FP32_ROWS
+
+from midstream.schemas.jobs import Job
+from midstream.schemas.selectors import HOOKS, Window
+from midstream.schemas.specs import Grade
+
+ALL = list(range(LAYERS))
+EVERYTHING = capture_of([], "all", sites={hook: ALL for hook in HOOKS})
+DRAFTS = 3
+#: Drafter, and for MTP the model → what makes the target.
+TARGETS: dict[str, Callable[[Path], Path]] = {
+    "ngram": echo_target,
+    "eagle3": echo_target,
+    "mtp-mimo": mimo,
+    "mtp-glm4-moe": glm4_moe,
+    "mtp-deepseek-v3": deepseek_v3,
+}
+#: One runs in every test run, the others in the long ones.
+USUAL = ("v1", "eagle3")
+WAYS = [
+    pytest.param(way, id="-".join(way), marks=[] if way == USUAL else [pytest.mark.long])
+    for way in [*((runner, name) for runner in ("v1", "v2") for name in TARGETS), ("compiled", "eagle3")]
+]
+
+
+class Drafting(NamedTuple):
+    host: Host
+    reference: Reference
+    drafter: str
+    aux: Path  # what an EAGLE-3 head was given, a file for each time
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def drafting(
+    request: pytest.FixtureRequest, nurseries: Callable[[str], Nursery], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Drafting]:
+    runner, name = request.param
+    folder, drafter = tmp_path_factory.mktemp("-".join(request.param)), name.partition("-")[0]
+    target = TARGETS[name](folder / "target")
+    head = {"draft_model": str(eagle3_head(folder / "head", target))} if drafter == "eagle3" else {}
+    (folder / "aux").mkdir()
+    host = nurseries("v2" if runner == "v2" else "v1").host(
+        folder / "engine",
+        target,
+        {"KEEP_AUX": str(folder / "aux")},
+        runner="v2" if runner == "v2" else "v1",
+        enforce_eager=runner != "compiled",
+        speculative_tokens=DRAFTS,
+        drafter=drafter,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        block_size=32,
+        **head,
+    )
+    yield Drafting(host, Reference(target), drafter, folder / "aux")
+    host.close()
+
+
+def prompt(seed: int) -> list[int]:
+    """It repeats itself, so that n-grams are found."""
+    return prompt_of(12, seed=seed) * 3
+
+
+def vector(seed: int, size: float = 1.0) -> np.ndarray:
+    return size * np.random.default_rng(seed).normal(size=HIDDEN).astype(np.float32)
+
+
+def counted(host: Host, *jobs: Job, **options: Any) -> tuple[dict[str, list[int]], int, int]:
+    """Job → its tokens; steps and token rows of all."""
+    before = host.call("midstream_status")[0]
+    answer = host.run_any(*jobs, **options)
+    assert not answer.errors, answer.errors
+    after = host.call("midstream_status")[0]
+    tokens = {job.id: answer.outputs[job.id][0].token_ids for job in jobs}
+    return tokens, after["step"] - before["step"], after["token_rows"] - before["token_rows"]
+
+
+def check(drafting: Drafting, job: Job, tokens: list[int], edits: list[Edit]) -> None:
+    """Each token is what the model says after those before it, and each row of those that were fed is there once."""
+    host, reference = drafting.host, drafting.reference
+    fed = (job.prompts[0].token_ids + tokens)[:-1]
+    rows = reference.rows(fed, edits)
+    start = len(job.prompts[0].token_ids) - 1
+    assert tokens == np.argmax(reference.logits[start:], axis=-1).tolist()
+    reader = host.capture(job)
+    assert reader.positions(0) == list(range(len(fed)))
+    assert reader.token_ids(0) == fed
+    for place, right in rows.items():
+        assert relative_error(reader.array(place[1], place[0]), right) <= FP32_ROWS, place
+    (receipt,) = host.receipts(job)
+    edited = sum(len(fed) if edit.positions is None else sum(place < len(fed) for place in edit.positions) for edit in edits)
+    assert (receipt.status, receipt.message, receipt.applied) == ("ok", "", edited)
+
+
+def test_tokens_rows_and_edits_are_those_without_drafts(drafting: Drafting) -> None:
+    host = drafting.host
+    wanted: dict[str, list[Edit]] = {}
+
+    def job(seed: int, *edits: Edit, **options: Any) -> Job:
+        made = host.job(prompt(seed), max_tokens=24, capture=EVERYTHING, steering=host.steering(*edits), **options)
+        wanted[made.id] = list(edits)
+        return made
+
+    generated = list(range(36, 59))
+    jobs = [
+        *(job(seed) for seed in range(4)),
+        job(4, Edit(1, vector(1, 2.0))),
+        job(5, Edit(1, vector(2, 2.0), generated, "pre_attn")),
+        job(6, Edit(2, vector(3), [37, 41, 42, 43], "mlp_out", "replace"), Edit(0, vector(4), [3, 40], "mlp_in")),
+        job(7, Edit(3, vector(5, 3.0), generated, "post_block"), Edit(0, vector(6), None, "attn_out")),
+    ]
+    tokens, _, rows = counted(host, *jobs)
+    for each in jobs:
+        check(drafting, each, tokens[each.id], wanted[each.id])
+    fed = len(jobs) * (36 + 24 - 1)
+    assert rows > fed + 8, "so many rows more were computed for drafts that were rejected"
+    assert rows < len(jobs) * 36 + (DRAFTS + 1) * 23 * len(jobs) * 0.8, "drafts were accepted"
+
+
+def test_positions_may_be_named_relative_to_the_generated_tokens(drafting: Drafting) -> None:
+    host, name = drafting.host, drafting.host.vector(vector(7, 2.0))
+    places = {"all_generated": list(range(36, 59)), "last_prompt": [35], "window": list(range(40, 47))}
+    jobs = {
+        key: host.job(
+            prompt(10 + number),
+            max_tokens=24,
+            capture=EVERYTHING,
+            steering=[steer(name, [2], positions=Window(40, 47) if key == "window" else key)],  # type: ignore[arg-type]
+        )
+        for number, key in enumerate(places)
+    }
+    tokens, _, _ = counted(host, *jobs.values())
+    for key, job in jobs.items():
+        check(drafting, job, tokens[job.id], [Edit(2, vector(7, 2.0), places[key])])
+
+
+def test_a_drafter_reads_the_edited_model_and_is_not_edited_itself(drafting: Drafting) -> None:
+    """An edit of what leaves the last layer decides every token, and a head that reads that stream drafts the same."""
+    host = drafting.host
+    deciding = Edit(LAYERS - 1, vector(8, 20.0), None, "post_block", "replace")
+    job = host.job(prompt_of(30, seed=20), max_tokens=33, capture=EVERYTHING, steering=host.steering(deciding))
+    tokens, steps, _ = counted(host, job)
+    assert len(set(tokens[job.id])) == 1
+    check(drafting, job, tokens[job.id], [deciding])
+    right = DRAFTS if "mtp" not in drafting.drafter else 1  # its further drafts come from its own rows, and may differ
+    assert steps <= 1 + 33 // (right + 1) + 4, "nearly all drafts were accepted"
+
+
+def test_a_request_ends_where_it_ends_without_drafts(drafting: Drafting) -> None:
+    """At its last token, at a stop token and at a stop string, wherever among accepted drafts that is."""
+    host = drafting.host
+    whole = host.job(prompt(1), max_tokens=30)
+    (output,) = host.run(whole)[whole.id]
+    tokens, space = output.token_ids, " " if " " in output.text else ""
+    ends: dict[str, tuple[Job, int]] = {}
+    for length in range(2, 14):
+        options: list[dict[str, Any]] = [{"max_tokens": length}]
+        if tokens.index(tokens[length - 1]) == length - 1:
+            options.append({"max_tokens": 30, "stop_token_ids": [tokens[length - 1]]})
+        words = [f"{space}w{token}" for token in tokens]
+        stop = "".join(words[length - 2 : length])
+        if "".join(words).find(stop) + len(stop) == len("".join(words[:length])):
+            options.append({"max_tokens": 30, "stop": [stop]})
+        for option in options:
+            job = host.job(prompt(1), capture=EVERYTHING, **option)
+            ends[job.id] = job, length
+    assert len(ends) > 12
+    found = host.run(*(job for job, _ in ends.values()))
+    for job, length in ends.values():
+        assert found[job.id][0].token_ids == tokens[:length], job.sampling
+        check(drafting, job, tokens[:length], [])
+
+
+@pytest.mark.long  # vLLM compiles what ranks them: 20 s
+def test_log_probabilities_of_accepted_tokens_are_the_models(drafting: Drafting) -> None:
+    host = drafting.host
+    job = host.job(prompt(2), max_tokens=20, logprobs=4)
+    (output,) = host.run(job)[job.id]
+    drafting.reference.rows(prompt(2) + output.token_ids)
+    right = logprobs_of(drafting.reference.logits)[35:-1]
+    assert output.logprobs is not None
+    assert [said.token_id for said in output.logprobs] == output.token_ids
+    for said, of_step in zip(output.logprobs, right, strict=True):
+        assert abs(said.logprob - of_step[said.token_id]) <= FP32_LOGPROBS
+        assert {each.token_id for each in said.top[:4]} == set(np.argsort(of_step)[-4:].tolist())
+
+
+def test_sampled_tokens_have_their_own_rows(drafting: Drafting) -> None:
+    """Which tokens they are may differ from a run without drafts: see docs/drafts.md."""
+    host = drafting.host
+    jobs = [host.job(prompt(n), max_tokens=20, capture=EVERYTHING, temperature=1.0, seed=n) for n in range(30, 34)]
+    tokens, _, _ = counted(host, *jobs)
+    for job in jobs:
+        fed = (prompt(30 + jobs.index(job)) + tokens[job.id])[:-1]
+        reader, rows = host.capture(job), drafting.reference.rows(fed)
+        assert (len(tokens[job.id]), reader.token_ids(0)) == (20, fed)
+        assert all(relative_error(reader.array(layer, hook), right) <= FP32_ROWS for (hook, layer), right in rows.items())
+
+
+def test_cached_prompts_and_kept_rows_stay_right(drafting: Drafting) -> None:
+    """The second request is served blocks and rows of the first, the third, edited behind them, blocks."""
+    host, long = drafting.host, prompt_of(110, seed=40)
+    edit = Edit(1, vector(9, 2.0), [100, 111, 112], "pre_attn")
+    jobs = [
+        host.job(long, max_tokens=12, capture=EVERYTHING),
+        host.job(long, max_tokens=12, capture=EVERYTHING),
+        host.job(long, max_tokens=12, steering=host.steering(edit)),
+        host.job(long, max_tokens=12, capture=EVERYTHING, steering=host.steering(edit)),
+    ]
+    for number, job in enumerate(jobs):
+        (output,) = host.run(job)[job.id]
+        #: A head must see the last token of what is served: vLLM gives it one block less.
+        blocks = 3 if drafting.drafter == "ngram" else 2
+        assert output.cached_tokens == (0 if number == 0 else 32 * blocks)
+        if number != 2:
+            check(drafting, job, output.token_ids, [edit] if number == 3 else [])
+
+
+def test_an_edit_that_overflows_fails_and_leaves_nothing_behind(drafting: Drafting) -> None:
+    host = drafting.host
+    huge = host.vector(np.full(HIDDEN, 3e38))
+    first = host.job(prompt(9), max_tokens=12, capture=EVERYTHING)
+    text = host.run(first)[first.id][0].token_ids
+    attacks = [
+        host.job(prompt(20 + n), max_tokens=24, steering=[steer(huge, [0, 1], positions=p)]) for n, p in enumerate(("all", Window(40)))
+    ]
+    host.run(*attacks)
+    for attack in attacks:
+        assert [receipt.kind for receipt in host.receipts(attack)] == ["intervention_failed"]
+    after = host.job(prompt(9), max_tokens=12, capture=EVERYTHING)
+    assert host.run(after)[after.id][0].token_ids == text
+    check(drafting, after, text, [])
+
+
+def test_cells_are_graded_by_their_last_token(drafting: Drafting) -> None:
+    """Also where the forward begins above the first layer, and a head gets nothing of those below."""
+    host, reference = drafting.host, drafting.reference
+    short = prompt_of(40, seed=42)
+    key = base_run(host, short, blocks=True)
+    edits = [Edit(layer, vector(17), [position], "post_block", "replace") for layer in (1, 3) for position in (39, 17)]
+    for options in ({"key": key}, {"base": key}, {}):
+        found = ask(host, *(cell(host, short, edit) for edit in edits), together=True, **options)
+        for edit, receipts in zip(edits, found.values(), strict=True):
+            reference.rows(short, [edit])
+            np.testing.assert_allclose(graded(receipts), logprobs_of(reference.logits[-1]), atol=FP32_LOGPROBS, rtol=0)
+    job = host.job(short, max_tokens=2)
+    host.run_any(job, grades={job.id: [Grade(EVERY)]})
+    np.testing.assert_allclose(graded(host.receipts(job)), truth(reference, short), atol=FP32_LOGPROBS, rtol=0)
+
+
+def test_what_an_eagle3_head_reads_are_our_rows(drafting: Drafting) -> None:
+    """vLLM keeps the stream between layers for the head: what leaves one layer, after our edits, before those of the next."""
+    if drafting.drafter != "eagle3":
+        pytest.skip("only an EAGLE-3 head reads the stream between layers")
+    host = drafting.host
+    for file in drafting.aux.iterdir():
+        file.unlink()
+    edit = Edit(2, vector(11, 2.0), [5, 38, 41], "post_block")
+    behind = Edit(3, vector(12, 2.0), [6, 39], "pre_attn")
+    captures = [
+        capture_of([], "all", tag="before", sites={"pre_attn": [1, 3], "post_block": [3]}),
+        capture_of([3], "all", tag="next", hook="pre_attn"),
+    ]
+    job = host.job(prompt(50), max_tokens=16, capture=captures, steering=host.steering(edit, behind))
+    host.run(job)
+    reader = host.capture(job)
+    read: dict[int, np.ndarray] = {}
+    for file in sorted(drafting.aux.iterdir()):
+        with np.load(file) as saved:
+            read |= dict(zip(saved["positions"].tolist(), saved["hidden"], strict=True))  # a position is computed again after a rejection
+    positions = [position for position in reader.positions(0) if position in read]
+    assert positions == reader.positions(0)
+    for number, (layer, hook) in enumerate([(1, "pre_attn"), (3, "pre_attn"), (3, "post_block")]):
+        ours = reader.array(layer, hook)
+        theirs = np.stack([read[position][number * HIDDEN : (number + 1) * HIDDEN] for position in positions])
+        assert np.array_equal(ours, theirs), (AUX_LAYERS[number], relative_error(ours, theirs))
