@@ -4,6 +4,7 @@ import hashlib
 
 from .base import Published, Record, to_msgpack
 from .loras import LoraSupport
+from .certificates import Certificate
 from .specs import CaptureSpec
 
 
@@ -37,6 +38,7 @@ class ModelInfo(Published):
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint
     quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
     lora: LoraSupport | None = None  # None: no adapters are served
+    certificate: Certificate | None = None  # of the engine's start; None: it was not certified
     wire: int = 0  # of the worker, see `schemas.compatibility`
     oldest_wire: int = 0
 

@@ -178,8 +178,10 @@ def _layer(layer: int, num_layers: int, thing: str) -> int:
     return layer % num_layers
 
 
-def resolve_sites(wanted: Mapping[HookName, LayerSelector], num_layers: int, hooks: Sequence[str] = HOOKS) -> dict[Hook, list[int]]:
-    """Hook → ascending layers, in the order in which a forward meets the hooks. `hooks`: those that the model has.
+def resolve_sites(
+    wanted: Mapping[HookName, LayerSelector], num_layers: int, hooks: Sequence[str] = HOOKS, absent: Mapping[str, str] | None = None
+) -> dict[Hook, list[int]]:
+    """Hook → ascending layers, in the order in which a forward meets the hooks. `hooks`: those that the model has. `absent`: others → why.
 
     Raises SelectorError, whose `at` is the hook as the user named it.
     """
@@ -190,7 +192,8 @@ def resolve_sites(wanted: Mapping[HookName, LayerSelector], num_layers: int, hoo
         if hook in named:
             raise SelectorError(f"{hook} is given twice: as {named[hook]!r} and as {name!r}", f".{name}")
         if hook not in hooks:
-            raise SelectorError(f"unknown hook {name!r}: the model has {', '.join(hooks)}", f".{name}")
+            wrong = f"hook {name!r} is not served: {absent[hook]};" if absent and hook in absent else f"unknown hook {name!r}:"
+            raise SelectorError(f"{wrong} the model has {', '.join(hooks)}", f".{name}")
         try:
             sites[hook] = resolve_layers(layers, num_layers)
         except SelectorError as error:

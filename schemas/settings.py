@@ -90,6 +90,8 @@ class Settings(Record):
     max_cpu_loras: Count = 16  # adapters that each rank keeps loaded; jobs that need more wait
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64  # of an adapter; memory for it is reserved `max_loras` times
 
+    certify: bool = True  # prove the hook points on the loaded model before its first request; false: a caveat says that nobody did
+
     # The data plane
     hooks: str = "all"  # hook points that exist, separated by commas: fewer cost less in compiled forwards
     steering_rows: Count = 256  # distinct steering configurations in the engine; more than `max_num_seqs`: waiting requests prepare theirs

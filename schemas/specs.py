@@ -286,6 +286,7 @@ class RankSpec(Record):
     keep_blocks: str = ""  # keep the KV cache of its prompt, where there is room, for requests whose `base` names this run
     trace: str = ""  # W3C traceparent of the attempt: goes into the receipts
     lora: LoraUse | None = None  # adapter that its rows are computed with
+    chunk: int = 0  # tokens in one step, at most, where the engine can split a prefill; 0: as many as fit
 
     @property
     def key(self) -> str:

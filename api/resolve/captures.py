@@ -89,7 +89,7 @@ def _reachable(positions: PositionSelector, total: int) -> PositionSelector:
 
 def one_hook(name: Any, bounds: Bounds) -> Hook:
     try:
-        (hook,) = resolve_sites({name: "all"}, bounds.model.num_layers, bounds.model.hooks)
+        (hook,) = resolve_sites({name: "all"}, bounds.model.num_layers, bounds.model.hooks, bounds.model.absent)
     except SelectorError as error:
         raise SelectorError(str(error)) from error
     return hook
@@ -110,7 +110,7 @@ def apply_rules(rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]], spec:
 
 
 def _sites(spec: CaptureSpec, bounds: Bounds) -> dict[Hook, list[int]]:
-    return resolve_sites(spec.wanted, bounds.model.num_layers, bounds.model.hooks)
+    return resolve_sites(spec.wanted, bounds.model.num_layers, bounds.model.hooks, bounds.model.absent)
 
 
 def _one_hook(spec: CaptureSpec, bounds: Bounds) -> None:

@@ -117,7 +117,8 @@ def _check_fits(module: Module, number: int, entry: SteeringTemplate, bounds: Bo
     elif entry.layers[-1] >= model.num_layers:
         wrong = f"has layer {entry.layers[-1]} in entry {number}; the model has layers 0 to {model.num_layers - 1}"
     elif entry.hook not in model.hooks:
-        wrong = f"has hook {entry.hook} in entry {number}; the model has {', '.join(model.hooks)}"
+        why = f", which is not served ({model.absent[entry.hook]})" if entry.hook in model.absent else ""
+        wrong = f"has hook {entry.hook} in entry {number}{why}; the model has {', '.join(model.hooks)}"
     else:
         return
     raise invalid(f"{at}.module", f"module {module.name!r} {wrong}; it was registered for a different model also named {model.name!r}")

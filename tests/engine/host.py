@@ -34,7 +34,14 @@ _numbers = itertools.count()
 #: Nobody listens there: receipts stay in the outbox, where the tests read them.
 NO_RELAY = "tcp://127.0.0.1:9"
 #: Of every engine here, unless a test says otherwise. Block boundaries are spelled out in tests: 128 tokens.
-DEFAULTS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "kv_cache_gib": 0.25, "max_num_seqs": 32, "block_size": 128}
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "kv_cache_gib": 0.25,
+    "max_num_seqs": 32,
+    "block_size": 128,
+    "certify": False,
+}
 
 
 def capture_of(

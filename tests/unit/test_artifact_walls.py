@@ -33,6 +33,7 @@ OPENS: dict[str, str] = {
     "client/cli/options.py": "the user's vectors and options",
     "client/cli/stack.py": "logs; sizes of all parts of the data directory",
     "client/cli/sweeps.py": "the user's sweep",
+    "workers/engine/certificate.py": "certificates",
     "client/sdk/discovery.py": "/proc, and the state of a stack",
     "client/sdk/download.py": "the user's copies of capture files",
     "client/sdk/steering.py": "the user's vectors",

@@ -40,6 +40,8 @@ class EngineRequest:
     trace: str = ""  # see `RankSpec`
     tenant: str = DEFAULT_TENANT
     lora: LoraUse | None = None  # an adapter that is held
+    chunk: int = 0  # see `RankSpec`
+    salt: str = ""  # requests share no cached blocks with requests of another salt
 
 
 def engine_request(job: Job, request: int, attempt: int, trace: str = "") -> EngineRequest:

@@ -38,6 +38,7 @@ def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec |
         keep_blocks=ask.keep_blocks,
         trace=ask.trace,
         lora=ask.lora,
+        chunk=ask.chunk,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import vllm
 from pydantic import ValidationError
 from vllm import TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -38,6 +39,7 @@ from ..runner.quantisation import UnsupportedQuantisationError, check_kernels, q
 from ..runner.ring_budget import CapturedRows
 from ..runner.stages import stage_layers
 from .admission import CaptureBudget, StepRows
+from .certificate import Access, certify, keep
 from .drafts import check_drafter, check_drafts
 from .ends import Ends
 from .identity import BOOT
@@ -51,6 +53,8 @@ from .vllm_output import Parts, sampling_params
 
 logger = logging.getLogger(__name__)
 
+#: Of an engine whose hook points nobody proved.
+UNCERTIFIED = "its hook points were not certified on the loaded model (setting certify=false)"
 #: How often a quiet engine is asked whether it is still alive.
 _HEALTH_INTERVAL_S = 0.25
 
@@ -134,6 +138,7 @@ class VllmEngine(RankControl):
                 await asyncio.to_thread(self._llm.shutdown)
                 raise UnsupportedArchitectureError(refused)
             absent = {hook: why for each in found for hook, why in each.absent.items()}
+            absent |= {hook: "the setting hooks leaves it out" for hook in found[0].hooks if plane.hooks and hook not in plane.hooks}
             hooks = [hook for hook in hooks if all(hook in each.hooks for each in found)]
         except (UnsupportedArchitectureError, UnsupportedQuantisationError, SettingsError):
             raise
@@ -171,6 +176,45 @@ class VllmEngine(RankControl):
             quantization=quantisation.name,
             lora=await self._lora_support(),
         )
+        await self._certify()
+
+    async def _certify(self) -> None:
+        """Prove the hook points with real requests; what is not proven is absent from `info`. Raises Uncertified."""
+        if not self._settings.certify:
+            return
+        config = self._llm.vllm_config
+        access = Access(
+            generate=self.generate,
+            call=self._call,
+            hold=self.hold_vectors,
+            release=self.release_vectors,
+            llm=self._llm,
+            stages=self._stages,
+            steering_rows=min(self._settings.steering_rows, self._settings.steering_entries),
+            chunked=bool(config.scheduler_config.enable_chunked_prefill),
+        )
+        mode = "eager" if self._settings.enforce_eager else "compiled"
+        try:
+            certificate = await certify(access, self.info, vllm=vllm.__version__, mode=mode)
+            await super().restart_ledgers()
+            await self._llm.reset_prefix_cache()
+        except BaseException:
+            await asyncio.to_thread(self._llm.shutdown)
+            raise
+        path = keep(certificate, Path(self._settings.data_dir).resolve() / "certificates")
+        logger.info("certified in %.1f s: %s; %s", certificate.seconds, ", ".join(certificate.proven), path)
+        for hook, why in certificate.absent.items():
+            logger.warning("hook %s is not served: %s", hook, why)
+        self.info = msgspec.structs.replace(
+            self.info,
+            hooks=certificate.proven,
+            absent={**self.info.absent, **certificate.absent},
+            certificate=certificate,
+            global_captures=from_settings(
+                self._settings, self.info.num_layers, certificate.proven, self.info.capture_row_limit * len(self._stages)
+            ),
+        )
+        self.enters = self.enters and "pre_attn" in certificate.proven
 
     async def generate(self, ask: EngineRequest, global_steering: GlobalSteering) -> AsyncGenerator[Progress, None]:
         spec = rank_spec(ask, global_steering)
@@ -188,6 +232,8 @@ class VllmEngine(RankControl):
                 prompt = TokensPrompt(prompt_token_ids=ask.token_ids)
                 if self._settings.prefix_cache_scope == "tenant":
                     prompt["cache_salt"] = ask.tenant  # part of the first block's hash, and so of all that follow
+                if ask.salt:
+                    prompt["cache_salt"] = ask.salt
                 parts = Parts(ask.request)
                 submitted = True
                 # Closed before the rows are released and the ranks notified, so that an abort precedes both.
@@ -303,7 +349,7 @@ def _reason(error: Exception) -> str:
 def _caveats(settings: Settings) -> list[str]:
     """Of unproven options. Raises MidstreamError for those that are refused, before anything of the engine starts."""
     try:
-        return accepted(settings).caveats
+        return [*accepted(settings).caveats, *([] if settings.certify else [UNCERTIFIED])]
     except SettingsError as error:
         raise MidstreamError("engine_failed", f"the engine did not start: {error}") from error
 

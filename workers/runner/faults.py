@@ -1,10 +1,17 @@
 """Faults of a rank, for tests only: `name` or `name:rank=1`, several separated by commas."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from ...schemas.selectors import HOOKS, Hook
 from .actions import Content as ActionContent
 from .vector_pool import Content as RowContent
+
+if TYPE_CHECKING:  # the fake engine's worker has no torch
+    from .architectures import Adapter, Variant
+    from .sites import Site
 
 #: Calls of the worker; under its name each can be made to fail on a rank, before it does anything.
 CALLS = (
@@ -42,6 +49,17 @@ KNOWN = {
 }
 
 
+#: Wrong adapters, of one hook each: what the certification run must refuse.
+KNOWN |= {
+    f"{wrong}_{hook}": what
+    for hook in HOOKS
+    for wrong, what in {
+        "shift": "the hook's rows of each layer are called those of the next",
+        "branch": "the hook reads the branch that was added last, not the stream",
+        "half": "the hook reads one tensor of the pair whose sum it is",
+    }.items()
+}
+_ADDED: dict[Hook, Hook] = {"pre_attn": "mlp_in", "post_attn": "attn_out", "post_block": "mlp_out"}
 _SLOW_S = 1.0
 
 
@@ -108,6 +126,30 @@ class Faults:
         if self._once("skip_action"):
             return None
         return (*content, "altered") if self._once("alter_action") else content
+
+
+def misplaced(adapter: "Adapter", faults: Faults) -> "Adapter":
+    """The adapter, with the taps that faults make wrong."""
+
+    def wrong(variant: "Variant") -> "Variant":
+        taps = dict(variant.taps)
+        for hook, tap in variant.taps.items():
+            if f"branch_{hook}" in faults:
+                taps[hook] = variant.taps[_ADDED[hook]]
+            elif f"half_{hook}" in faults:
+                taps[hook] = replace(tap, kind="single")
+        return replace(variant, taps=taps, stated=variant.laws)
+
+    if not any(f"{name}_{hook}" in faults for name in ("branch", "half") for hook in HOOKS):
+        return adapter
+    return replace(adapter, variant=wrong(adapter.variant), kinds={layer: wrong(kind) for layer, kind in adapter.kinds.items()})
+
+
+def mislabelled(sites: "Sequence[Site]", num_layers: int, faults: Faults) -> None:
+    """Call the rows of a hook, where a fault says so, those of the next layer."""
+    for site in sites:
+        if f"shift_{site.hook}" in faults:
+            site.layer = (site.layer + 1) % num_layers
 
 
 def answer(faults: Faults, call: str, action: Callable[[], None]) -> tuple[bool, str]:

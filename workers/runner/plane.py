@@ -51,7 +51,7 @@ from .steering_tables import HeldRows, RowTable, VectorStore
 from .step import Finish, Load, NewRequest, StepView
 from .streams import Streams
 from .taints import Taints
-from .writer import make_writer
+from .writer import Diversion, make_writer
 
 if TYPE_CHECKING:
     from .loras import Loras
@@ -189,6 +189,16 @@ class DataPlane:
         self.rank_state.forget()
         self._grading.forget()
         self.actions.restart()
+
+    def divert(self, to: Diversion | None) -> None:
+        """Give captures and receipts to `to`: see `certify`. None: to where they belong, from a plane that never saw a request."""
+        self._writer.divert(to)
+        if to is None:
+            self.restart()
+            self.actions.epoch = 0
+            self._taints = Taints()
+            self._row_store.clear()
+            self._unkept = self._idle_steps = self._preemptions = self._schedule = self._token_rows = 0
 
     def fingerprint(self) -> str:
         """CRC32, 8 hex digits, of all that is here and of the table as the device has it: equal where ranks of a stage are."""

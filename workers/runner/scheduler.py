@@ -91,6 +91,7 @@ class _Midstream:
         _accept_ends()
         self._midstream_capturing: dict[str, Wanted] = {}  # live requests that capture prompt rows
         self._midstream_bases: dict[str, Based] = {}  # live requests with a base
+        self._midstream_chunks: dict[str, int] = {}  # live requests with a chunk → its tokens
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         config, model = plane_config(), self.vllm_config.model_config  # type: ignore[attr-defined]
         row_bytes = model.get_hidden_size() * model.dtype.itemsize
@@ -112,6 +113,8 @@ class _Midstream:
         if spec is not None and (spec.get("base") or spec.get("entry") is not None):
             touched, entry = max(spec.get("first_affected", -1), 0), spec.get("entry")
             self._midstream_bases[request.request_id] = Based(spec.get("base", ""), touched, entry["layer"] if entry else 0)
+        if spec is not None and spec.get("chunk"):
+            self._midstream_chunks[request.request_id] = spec["chunk"]
         if spec is not None and spec.get("digest") and not _patches(spec):
             self._midstream_came[request.request_id] = spec
         # vLLM hashes requests as they come in, in another thread: an epoch may have begun before it is their turn.
@@ -136,6 +139,7 @@ class _Midstream:
             self._midstream_capturing.pop(request.request_id, None)
             self._midstream_ring.leave(request.request_id)
             self._midstream_bases.pop(request.request_id, None)
+            self._midstream_chunks.pop(request.request_id, None)
             if spec.get("keep_blocks") and not spec.get("digest") and not aborted and self._midstream_quarantine.clean(request):
                 self._midstream_blocks.keep(spec["keep_blocks"], request)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
@@ -175,6 +179,8 @@ class _Midstream:
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
         """vLLM asks this of every request before it gives it tokens of the step: fewer where the ring has no room for their rows."""
+        if not self.need_mamba_block_aligned_split:  # type: ignore[attr-defined]
+            num_new_tokens = min(num_new_tokens, self._midstream_chunks.get(request.request_id, num_new_tokens))
         tokens = self._midstream_ring.take(request.request_id, num_computed_tokens, num_new_tokens)
         return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, tokens))  # type: ignore[misc]
 

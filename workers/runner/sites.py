@@ -8,6 +8,7 @@ module, so the same graph serves idle and busy steps. A forward that runs as Pyt
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -237,7 +238,22 @@ def _wrap(module: nn.Module, before: Sequence[tuple[bool, _Visit]], after: Seque
                 visit(output[0] if isinstance(output, tuple) else output, output[1] if pair else None)
         return output
 
+    with_sites.bare = forward  # type: ignore[attr-defined]
     module.forward = with_sites
+
+
+@contextmanager
+def without_sites(module: nn.Module) -> Iterator[None]:
+    """Within it no site in this module runs, whoever calls its parts."""
+    wrapped = [part for part in module.modules() if hasattr(part.__dict__.get("forward"), "bare")]
+    forwards = [part.forward for part in wrapped]
+    for part, forward in zip(wrapped, forwards, strict=True):
+        part.forward = forward.bare
+    try:
+        yield
+    finally:
+        for part, forward in zip(wrapped, forwards, strict=True):
+            part.forward = forward
 
 
 def places(forward: Callable[..., Any]) -> tuple[int, int]:

@@ -22,9 +22,10 @@ from . import cpu_fp8, naps  # noqa: F401 - each replaces a part of vLLM on CPUs
 from .adapters import V1Adapter, V2Adapter
 from .allowlist import check
 from .architectures import UnsupportedArchitectureError, describe
+from .certify import Certifier, Plan
 from .config import Found, Place, PlaneConfig, plane_config
 from .drafters import UnsupportedDrafterError, check_loaded
-from .faults import answer
+from .faults import Faults, answer, mislabelled, misplaced
 from .found import complete
 from .grading import tap
 from .kv_blocks import CpuBlocks
@@ -51,6 +52,7 @@ class MidstreamWorker(PlatformWorker):
         logs.configure(config.log_format, config.log_level, "rank", worker=config.worker, rank=self.rank)
         self._plane: DataPlane | None = None
         self._found = Found()
+        self._certifier: Certifier | None = None
 
     def init_device(self) -> None:
         super().init_device()
@@ -80,6 +82,7 @@ class MidstreamWorker(PlatformWorker):
         except (UnsupportedArchitectureError, UnsupportedQuantisationError) as error:
             # The worker asks, and ends the engine: an error here would end it without a reason.
             self._found = Found(refused=error.detail)
+        adapter = misplaced(adapter, faults := Faults(config.fault, self.rank))
         mode = self.vllm_config.compilation_config.mode
         traced = mode != CompilationMode.NONE or not (model.enforce_eager or current_platform.is_cpu())
         hooks = tuple(hook for hook in adapter.hooks if hook in self._found.hooks and (not config.hooks or hook in config.hooks))
@@ -93,6 +96,7 @@ class MidstreamWorker(PlatformWorker):
             device=self.device,
             always=traced,
         )
+        mislabelled(sites, adapter.num_layers, faults)
         try:
             check_loaded(self.model_runner.drafting_model(), read_between_layers(loaded, adapter), adapter)
         except UnsupportedDrafterError as error:
@@ -108,6 +112,7 @@ class MidstreamWorker(PlatformWorker):
             self._plane = DataPlane(
                 config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate, loras=loras
             )  # fmt: skip
+        self._certified = adapter, hooks, traced
         if place.grades:
             tap(loaded, self._plane.grade)
         if not pp.is_first_rank:
@@ -192,6 +197,19 @@ class MidstreamWorker(PlatformWorker):
 
     def midstream_status(self) -> dict[str, Any]:
         return self._connected().status()
+
+    def midstream_certify(self, action: str, arguments: dict[str, Any]) -> Any:
+        """One call of the certification run: see `certify`. `begin` comes first and `end` last."""
+        if action == "begin":
+            adapter, hooks, traced = self._certified
+            self._certifier = Certifier(self._connected(), self.model_runner, adapter, self.vllm_config, hooks, traced=traced)
+            return None
+        if action == "end":
+            certifier, self._certifier = self._certifier, None
+            return certifier.end() if certifier is not None else None
+        if action == "judge" and self._certifier is not None:
+            return msgspec.to_builtins(self._certifier.judge(msgspec.convert(arguments, Plan)), builtin_types=(bytes,))
+        return getattr(self._certifier, action)(**arguments)
 
     def midstream_fault(self, text: str) -> tuple[bool, str]:
         """Tests only, see `faults`."""

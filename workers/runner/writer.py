@@ -5,7 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -78,6 +78,14 @@ class _Report:
         return msgspec.structs.replace(receipt, status="partial", message=_cut("; ".join(self.missing)))
 
 
+class Diversion(Protocol):
+    """Takes captures and receipts in place of consumers and outbox, see `certify`. Called from writer threads."""
+
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]: ...
+
+    def receipt(self, receipt: Receipt) -> None: ...
+
+
 class Writer:
     """Threads that hand captures to their consumers in groups, and then the receipts to the outbox."""
 
@@ -101,6 +109,7 @@ class Writer:
         self._pending = 0
         self.backlog = 0  # bytes of rows that wait, or are being written
         self.totals = {"captured_rows": 0, "captured_bytes": 0, "dropped_positions": 0}  # since the start
+        self._diverted: Diversion | None = None
         self._lock = threading.Lock()
         self._shared: dict[str, Consumer] = {"memory": Memory(memory_limit), "logging": Logging(), **installed()}
         usage = Usage(store.store, store.quota)
@@ -111,10 +120,16 @@ class Writer:
         for thread in self._threads:
             thread.start()
 
+    def divert(self, to: "Diversion | None") -> None:
+        """Give all that is submitted from now on to `to`, not to consumers and outbox. None: to those again, and count from zero."""
+        self._diverted = to
+        if to is None:
+            self.totals = dict.fromkeys(self.totals, 0)
+
     def submit(self, job: WriteJob) -> None:
         """Returns immediately. Without captures the receipt goes directly to the outbox."""
         if not job.builds:
-            self._outbox.append(job.receipt)
+            self._deliver(job.receipt)
             return
         with self._lock:
             self._pending += 1
@@ -149,7 +164,7 @@ class Writer:
                 continue
             group, last = self._gather(first)
             for receipt in self._write(group, consumers):
-                self._outbox.append(receipt)
+                self._deliver(receipt)
             count, size = len(group), sum(job.size for job in group)
             group.clear()  # the memory of the rows is free before the receipts are counted as written
             del first
@@ -215,7 +230,12 @@ class Writer:
                 outcomes[number][name] = Outcome(error=str(result) or repr(result)) if isinstance(result, Exception) else result
         return outcomes
 
+    def _deliver(self, receipt: Receipt) -> None:
+        (self._outbox.append if self._diverted is None else self._diverted.receipt)(receipt)
+
     def _action(self, name: str, consumers: Mapping[str, Consumer]) -> Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]:
+        if self._diverted is not None:
+            return self._diverted.consume
         if name == "filesystem" and self._fail_writes():
             return lambda captures: [Outcome(error="write failed: fault injected: write")] * len(captures)
         if name not in consumers:

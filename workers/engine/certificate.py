@@ -1,0 +1,300 @@
+"""The certification run: real requests before the first one of a user, whose rows prove each hook point of the loaded model.
+
+What is proven, and why so: `docs/architectures.md`. The requests go through scheduler, KV cache and sites as any other; the ranks
+judge their rows (`workers.runner.certify`), and what stages hold of one another is compared here.
+"""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from ...broker.ops.private_files import private_folder
+from ...schemas.base import to_json
+from ...schemas.certificates import Certificate, LawFigure
+from ...schemas.errors import MidstreamError
+from ...schemas.jobs import Output, Sampling
+from ...schemas.models import ModelInfo
+from ...schemas.selectors import HOOKS, Hook
+from ...schemas.specs import StoredCapture, StoredSteering, content_key
+from ...schemas.steering import GlobalSteering
+from ...schemas.tensors import Tensor, content_hash, from_numpy
+from ..runner.certify import Copy, EditRun, Judgement, Plan, direction
+from ..runner.laws import STREAM, TOLERANCES, Law, Shape, combine, judge_boundary, judge_entered, verdict
+from .protocol import EngineRequest
+
+logger = logging.getLogger(__name__)
+
+#: The job of all requests of the run. No job of a user has this id.
+JOB = "certificate"
+BASE, CHUNKED, AGAIN, BESIDE = range(4)  # requests; those with edits follow
+GENERATED = 3
+CHUNK = 5  # tokens, of the request that is prefilled in chunks
+LEAST, MOST = 8, 64  # tokens of the prompt
+TIMEOUT_S = 60.0
+_SEED = 1
+
+
+class Uncertified(MidstreamError):
+    """Not even the residual stream could be proven: the engine must not start."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("engine_failed", detail)
+
+
+@dataclass(frozen=True)
+class Access:
+    """What the run needs of the engine."""
+
+    generate: Callable[[EngineRequest, GlobalSteering], Any]
+    call: Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
+    hold: Callable[..., Awaitable[None]]
+    release: Callable[[Sequence[str]], Awaitable[None]]
+    llm: Any
+    stages: Sequence[range]
+    steering_rows: int
+    chunked: bool
+
+
+async def certify(access: Access, info: ModelInfo, **facts: Any) -> Certificate:
+    """Run it, for the hooks of `info`. `facts`: fields of the certificate that only the engine knows. The ranks forget the run.
+
+    Raises Uncertified where `pre_attn` and `post_block` cannot be proven.
+    """
+    started = time.monotonic()
+    try:
+        await access.call("midstream_certify", ("begin", {}))
+        laws, skipped = await _Run(access, info).laws()
+    finally:
+        await access.call("midstream_certify", ("end", {}))
+    hooks = [hook for hook in HOOKS if hook in info.hooks]
+    absent = verdict(hooks, laws, info.num_layers)
+    certificate = Certificate(
+        model=info.name, architecture=info.architecture, version=info.version, runner=info.runner, dtype=info.dtype, tp=info.tp, pp=info.pp,
+        created=time.time(), seconds=time.monotonic() - started, proven=[hook for hook in hooks if hook not in absent],
+        absent={str(hook): why for hook, why in absent.items()}, laws=[_figure(law) for law in laws], not_compared=skipped, **facts,
+    )  # fmt: skip
+    if not certificate.proven or any(hook in absent for hook in STREAM):
+        what = "the residual stream" if certificate.proven else "any of its hooks"
+        broken = "; ".join(f"{hook}: {why}" for hook, why in absent.items())
+        raise Uncertified(f"{info.architecture}: the rows of {what} could not be proven: {broken}")
+    return certificate
+
+
+def keep(certificate: Certificate, folder: Path) -> Path:
+    """Write it to a file of its own, named by its content without the time. Returns the path."""
+    content = msgspec.to_builtins(msgspec.structs.replace(certificate, created=0.0, seconds=0.0))
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", certificate.model)
+    path = private_folder(folder) / f"{name}-{content_key(content)[:12]}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(to_json(certificate))
+    partial.replace(path)
+    return path
+
+
+def _figure(law: Law) -> LawFigure:
+    tolerance, _ = TOLERANCES[law.kind]
+    figure = law.figure * tolerance
+    return LawFigure(
+        law=law.law, figure=float(f"{figure:.3g}") if figure < 1e9 else -1.0, tolerance=tolerance, checked=law.checked, layer=law.layer,
+        hooks=list(law.hooks), ok=law.ok,
+    )  # fmt: skip
+
+
+class _Run:
+    """One certification."""
+
+    def __init__(self, access: Access, info: ModelInfo) -> None:
+        self._access, self._info = access, info
+        self._hooks: list[Hook] = [hook for hook in HOOKS if hook in info.hooks]
+        self._layers = list(range(info.num_layers))
+        length = min(max(16, info.num_layers + 4), MOST, info.max_model_len - GENERATED - 2)
+        if length < LEAST:
+            least = LEAST + GENERATED + 2
+            raise Uncertified(f"max_model_len {info.max_model_len} leaves no room for the certification run, which needs {least}")
+        self._prompt = np.random.default_rng(_SEED).integers(0, info.vocab_size, size=length).tolist()
+        self._first = length - 1
+        self._compared = sorted({1, length // 2, length - 2, length - 1})
+        self._generated: list[int] = []
+        self._number = BESIDE
+
+    async def laws(self) -> tuple[list[Law], dict[str, str]]:
+        positions = [*self._compared, *range(len(self._prompt), len(self._prompt) + GENERATED - 1)]
+        everything = self._capture({hook: self._layers for hook in self._hooks}, positions, "base")
+        await self._access.call("midstream_certify", ("watch", {"request": BASE}))
+        base = await self._one(BASE, self._prompt, [everything], max_tokens=GENERATED)
+        await self._ended([BASE])
+        await self._access.call("midstream_certify", ("unwatch", {}))
+        self._generated = base.token_ids
+        told = await self._access.call("midstream_certify", ("sizes", {"request": BASE, "positions": positions}))
+        sizes: dict[str, dict[int, float]] = {hook: {} for hook in self._hooks}
+        for rank in told:
+            for hook, of_layers in rank.items():
+                sizes[hook] |= {int(layer): size for layer, size in of_layers.items()}
+        plan = Plan(
+            base=BASE, tokens=[*self._prompt, *self._generated], positions=positions, first=self._first, copies=[], edits=[],
+        )  # fmt: skip
+        await self._beside(plan, everything, sizes)
+        judged = await self._access.call("midstream_certify", ("judge", msgspec.to_builtins(plan, builtin_types=(bytes,))))
+        judgements = [msgspec.convert(each, Judgement) for each in judged]
+        skipped = {law: why for each in judgements for law, why in each.not_compared.items()}
+        if not self._access.chunked:
+            skipped["rows of a chunked prefill"] = "the engine does not split prefills"
+        findings = [finding for each in judgements for finding in each.findings] + list(self._stages(judgements))
+        return combine(findings, routed=any(each.routed for each in judgements)), skipped
+
+    async def _beside(self, plan: Plan, everything: StoredCapture, sizes: dict[str, dict[int, float]]) -> None:
+        """All but the first request, in one batch."""
+        prompts = StoredCapture(sites=everything.sites, positions=self._compared, tag="base")
+        tokens = [*self._prompt, *self._generated[:-1]]
+        later = [position for position in plan.positions if position > self._first]
+        requests: list[Coroutine[Any, Any, Output]] = []
+        if self._access.chunked:
+            requests.append(self._one(CHUNKED, self._prompt, [prompts], chunk=CHUNK))
+            plan.copies.append(Copy("rows of a chunked prefill = those of a whole one", CHUNKED, self._compared))
+        requests.append(self._one(AGAIN, tokens, [everything]))
+        plan.copies.append(Copy("rows of decoding = those of a prefill of the same tokens", AGAIN, later))
+        # Of the layers and positions that edits are compared at, once more without an edit.
+        groups = list(self._groups())
+        diagonals = [self._diagonal(group, f"group{number}") for number, group in enumerate(groups)]
+        requests.append(self._one(BESIDE, self._prompt, [prompts, *(capture for group in diagonals for capture in group)]))
+        plan.copies.append(Copy("rows in a mixed batch = those alone", BESIDE, self._compared))
+        vector = from_numpy(direction(self._info.hidden_size))
+        name = content_hash(vector)
+        for hook in self._hooks:
+            size = sizes[hook if hook == "mlp_in" else "pre_attn" if "pre_attn" in sizes else hook]
+            for group, captures in zip(groups, diagonals, strict=True):
+                layers = [layer for layer in group if not (hook == "post_block" and layer == self._layers[-1])]
+                if layers:
+                    places = [self._place(group, layer) for layer in layers]
+                    edit = EditRun(self._next(), BESIDE, hook, layers, places, [size[layer] for layer in layers])
+                    plan.edits.append(edit)
+                    requests.append(self._one(edit.request, self._prompt, captures, self._steering(edit, name)))
+        await self._hold(name, vector)
+        try:
+            await self._together(requests)
+            if "post_block" in self._hooks:
+                last = self._layers[-1]
+                plan.final = EditRun(self._next(), BASE, "post_block", [last], [self._first], [sizes["post_block"][last]])
+                capture = self._capture({"post_block": [last]}, [self._first], "final")
+                await self._access.call("midstream_certify", ("watch", {"request": plan.final.request}))
+                await self._one(plan.final.request, self._prompt, [capture], self._steering(plan.final, name))
+                await self._access.call("midstream_certify", ("unwatch", {}))
+        finally:
+            await self._access.release([name])
+        await self._ended([BASE, *([CHUNKED] if self._access.chunked else []), *range(AGAIN, self._number + 1)])
+
+    async def _hold(self, name: str, vector: Tensor) -> None:
+        async def fetch(_: str) -> Tensor:
+            return vector
+
+        await self._access.hold([name], fetch)
+
+    async def _together(self, requests: Sequence[Coroutine[Any, Any, Output]]) -> list[Output]:
+        """The outputs of requests that begin in the same step, as far as the engine has room for them."""
+        llm = self._access.llm
+        await llm.pause_generation(mode="keep", clear_cache=False)
+        running = [asyncio.ensure_future(request) for request in requests]
+        try:
+            for _ in range(100):
+                if len(llm.output_processor.request_states) >= len(running) or any(each.done() for each in running):
+                    break
+                await asyncio.sleep(0.001)
+        finally:
+            await llm.resume_generation()
+        try:
+            return list(await asyncio.gather(*running))
+        finally:
+            for each in running:
+                each.cancel()
+
+    def _groups(self) -> Iterator[list[int]]:
+        """Layers that one request edits, each at a position of its own: as many as prompt and steering table have room for."""
+        size = max(1, min(len(self._prompt) - 2, self._access.steering_rows))
+        for first in range(0, len(self._layers), size):
+            yield self._layers[first : first + size]
+
+    def _place(self, group: Sequence[int], layer: int) -> int:
+        """Higher layers at earlier positions: nothing below an edited row, and nothing before it in its layer, depends on another edit."""
+        return self._first - group.index(layer)
+
+    def _diagonal(self, group: Sequence[int], tag: str) -> list[StoredCapture]:
+        captures = []
+        for layer in group:
+            sites = {hook: [layer] for hook in self._hooks}
+            if "pre_attn" in sites and layer + 1 < len(self._layers):
+                sites["pre_attn"] = [layer, layer + 1]
+            captures.append(self._capture(sites, [self._place(group, layer)], f"{tag}-{layer}"))
+        return captures
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    @staticmethod
+    def _capture(sites: dict[Hook, list[int]], positions: list[int], tag: str) -> StoredCapture:
+        return StoredCapture(sites=sites, positions=positions, tag=tag)
+
+    @staticmethod
+    def _steering(edit: EditRun, vector: str) -> list[StoredSteering]:
+        return [
+            StoredSteering(layers=[layer], hook=edit.hook, positions=[position], family="add", tensors=[vector], scale=scale)
+            for layer, position, scale in zip(edit.layers, edit.positions, edit.scales, strict=True)
+        ]
+
+    async def _one(
+        self,
+        number: int,
+        tokens: list[int],
+        captures: list[StoredCapture],
+        steering: Sequence[StoredSteering] = (),
+        *,
+        max_tokens: int = 1,
+        chunk: int = 0,
+    ) -> Output:
+        ask = EngineRequest(
+            job=JOB, request=number, attempt=1, token_ids=tokens, captures=captures, steering=list(steering), chunk=chunk,
+            salt=f"{JOB}{number}", sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
+        )  # fmt: skip
+        async for progress in self._access.generate(ask, GlobalSteering()):
+            if progress.finished is not None:
+                output: Output = progress.finished
+        return output
+
+    async def _ended(self, requests: Sequence[int]) -> None:
+        """Wait until every rank has the rows of these. Raises Uncertified with the reason of the first that failed."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            ranks = await self._access.call("midstream_certify", ("ended", {}))
+            for rank, ended in enumerate(ranks):
+                for request, why in ended.items():
+                    if why:
+                        raise Uncertified(f"the certification run failed: request {request} on rank {rank}: {why}")
+            if all(int(request) in {int(key) for key in ended} for ended in ranks for request in requests):
+                return
+            if time.monotonic() > deadline:
+                raise Uncertified(f"the certification run took longer than {TIMEOUT_S:g} s to record its rows")
+            await asyncio.sleep(0.002)
+
+    def _stages(self, judgements: Sequence[Judgement]) -> Iterator[Any]:
+        """Rows that one stage hands to the next, of the ranks that record."""
+        recording = [each.edges for each in judgements if each.edges]
+        shape = Shape(self._hooks, torch.finfo(getattr(torch, self._info.dtype)).eps)
+        for held, before, after in zip(self._access.stages, recording, recording[1:], strict=False):
+            layer = held[-1]
+            if "last" in before and "first" in after:
+                yield judge_boundary(shape, self._rows(before["last"]), self._rows(after["first"]), layer)
+            if (edited := before.get(f"edited {layer}")) and (entered := after.get(f"entered {layer}")):
+                left, added = self._rows(edited)
+                yield judge_entered(shape, left[None], added[None], self._rows(entered), layer)
+
+    def _rows(self, raw: bytes) -> torch.Tensor:
+        return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(-1, self._info.hidden_size)

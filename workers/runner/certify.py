@@ -1,0 +1,450 @@
+"""A rank's part of the certification run: keeps the rows of real requests, and judges them on the loaded modules.
+
+The requests are those of `workers.engine.certificate`. Rows come through the same sites, planner and writer threads as any capture;
+only the writers' last step is another: rows stay here in memory, and no receipt leaves the rank.
+"""
+
+import logging
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import nn
+from vllm.distributed import get_pp_group, get_tp_group
+from vllm.forward_context import set_forward_context
+
+from ...schemas.dtypes import DTYPES
+from ...schemas.receipts import Receipt
+from ...schemas.selectors import HOOKS, Hook
+from .finished import FinishedCapture, Outcome
+from .laws import (
+    Finding,
+    Rows,
+    Shape,
+    judge_boundary,
+    judge_edit,
+    judge_layer,
+    judge_module,
+    judge_same,
+    rowwise,
+)
+from .sites import held_layers, without_sites
+
+if TYPE_CHECKING:
+    from .architectures import Adapter
+    from .plane import DataPlane
+    from .step import StepView
+
+#: Children of a decoder layer that are not its MLP.
+_NOT_MLP = re.compile(r"norm|(^|_)ln(_|$)|attn|attention|rotary|mamba|mixer|conv|drop|^act")
+#: Children of the module that holds the layers which do not come between embedding and first layer.
+_FINAL_NORM = re.compile(r"^(norm|norm_f|ln_f|final_norm|final_layer_?norm)$")
+_NORM = re.compile(r"norm|ln_f")
+
+logger = logging.getLogger(__name__)
+
+
+class EditRun(msgspec.Struct):
+    """A request that adds a vector at `hook` of each of `layers`, at the position of the same place in `positions`."""
+
+    request: int
+    plain: int  # the request beside it with the same tokens and no edits
+    hook: Hook
+    layers: list[int]
+    positions: list[int]
+    scales: list[float]
+
+
+class Copy(msgspec.Struct):
+    """A request whose rows must be those of the base, at these positions."""
+
+    law: str
+    request: int
+    positions: list[int]
+
+
+class Plan(msgspec.Struct):
+    """What all ranks judge. Requests are numbers."""
+
+    base: int
+    tokens: list[int]  # prompt and generated
+    positions: list[int]  # captured of the base, ascending
+    first: int  # the first position with a next token: the last of the prompt
+    copies: list[Copy]
+    edits: list[EditRun]
+    final: EditRun | None = None  # an edit of the last layer's `post_block` at `first`
+
+
+class Judgement(msgspec.Struct):
+    """Of one rank."""
+
+    findings: list[Finding]
+    not_compared: dict[str, str]
+    edges: dict[str, bytes]  # float32 rows at the stage's first and last layer, for the neighbouring stages
+    routed: bool
+
+
+def direction(hidden_size: int) -> np.ndarray:
+    """The vector of all edits, float32 `[hidden_size]`, of about unit size in every element."""
+    return np.random.default_rng(16).normal(size=hidden_size).astype(np.float32)
+
+
+class Kept:
+    """Takes the place of consumers and outbox. Called from writer threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.rows: dict[tuple[int, str, int], dict[int, torch.Tensor]] = {}  # (request, hook, layer) → position → row
+        self.ended: dict[int, str] = {}  # request → why it failed; empty: it did not
+
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+        for capture in captures:
+            for hook, layers in capture.sites.items():
+                for layer in layers:
+                    raw = np.frombuffer(b"".join(capture.rows(hook, layer)), dtype=DTYPES[capture.dtype].raw)
+                    held = torch.from_numpy(raw.copy()).view(getattr(torch, capture.dtype)).view(-1, capture.hidden_size)
+                    with self._lock:
+                        self.rows.setdefault((capture.spec.request, hook, layer), {}).update(zip(capture.positions, held, strict=True))
+        return [Outcome()] * len(captures)
+
+    def receipt(self, receipt: Receipt) -> None:
+        with self._lock:
+            self.ended[receipt.request] = "" if receipt.status == "ok" else receipt.message or receipt.status
+
+    def of(self, request: int, positions: Sequence[int]) -> Rows:
+        """float32 rows of a request at these positions. Raises KeyError where one was not captured."""
+        return lambda hook, layer: torch.stack([self.rows[request, hook, layer][position] for position in positions]).float()
+
+
+class Certifier:
+    """One per rank, while the certification runs."""
+
+    def __init__(self, plane: "DataPlane", runner: Any, adapter: "Adapter", config: Any, hooks: Sequence[Hook], *, traced: bool) -> None:
+        self._plane, self._runner, self._adapter, self._config, self._traced = plane, runner, adapter, config, traced
+        self._model: Any = runner.get_model()
+        self._dtype: torch.dtype = config.model_config.dtype
+        self._kept = Kept()
+        self._layers = dict(held_layers(self._model, adapter))
+        self._parent = self._model.get_submodule(adapter.layers.rpartition(".")[0])
+        self._routed = any("moe" in type(module).__name__.lower() for module in self._model.modules())
+        eps = torch.finfo(self._dtype).eps
+        self._shape = Shape([hook for hook in HOOKS if hook in hooks], eps, lambda layer: adapter.of(layer).laws, self._routed)
+        self._records = get_tp_group().rank_in_group == 0
+        self._findings: list[Finding] = []
+        self._skipped: dict[str, str] = {}
+        self._aux: dict[int, torch.Tensor] = {}  # layer → what vLLM itself reads behind it for EAGLE-3
+        self._most = 0  # requests in one step
+        self._alone: tuple[int, int] | None = None  # the watched request and its last position, in a step of its own
+        self._watched = -1  # request
+        self._logits: dict[tuple[int, int], torch.Tensor] = {}  # (request, position) → what vLLM's sampler got
+        plane.divert(self._kept)
+        plan, compute_logits = plane.plan, self._model.compute_logits
+
+        def noted(view: "StepView") -> None:
+            self._most = max(self._most, len(view.requests))
+            only = view.requests[0] if len(view.requests) == 1 and self._watched >= 0 else None
+            self._alone = (self._watched, only.first_position + only.num_rows - 1) if only is not None else None
+            plan(view)
+
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            logits = compute_logits(*args, **kwargs)
+            if logits is not None and self._alone is not None and len(logits) == 1:
+                self._logits[self._alone] = logits.detach().float().cpu()
+            return logits
+
+        plane.plan = noted  # type: ignore[method-assign]
+        self._restore = compute_logits
+        self._model.compute_logits = computed
+
+    # -- while requests run -------------------------------------------------------------------------------------------------
+
+    def watch(self, request: int) -> None:
+        """Keep the logits of the one request that runs now; of the first, also what vLLM reads behind the layers for EAGLE-3."""
+        self._watched = request
+        if request:
+            return
+        why = self._unwatched()
+        if why:
+            self._skipped["EAGLE-3 auxiliary states"] = why
+            return
+        layers = sorted(self._layers)
+        try:
+            self._model.set_aux_hidden_state_layers(tuple(layer + 1 for layer in layers))
+        except Exception as error:
+            self._skipped["EAGLE-3 auxiliary states"] = f"the model does not take the layers: {error}"
+            return
+        forward = self._model.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if not isinstance(output, tuple):
+                return output
+            hidden, states = output
+            if not self._aux:
+                self._aux = {layer: state.detach().cpu().clone() for layer, state in zip(layers, states, strict=True)}
+            return hidden
+
+        self._model.forward = watched
+
+    def _unwatched(self) -> str:
+        if self._traced:
+            return "the forward pass is compiled"
+        if not hasattr(self._model, "set_aux_hidden_state_layers"):
+            return "the model has none"
+        if self._adapter.variant.backend:
+            return "vLLM's Transformers backend would keep its hooks"
+        if not get_pp_group().is_last_rank or get_pp_group().world_size > 1:
+            return "pipeline stages"
+        return "drafts use them" if getattr(self._runner, "use_aux_hidden_state_outputs", False) else ""
+
+    def unwatch(self) -> None:
+        self._watched = -1
+        if "forward" in self._model.__dict__ and "EAGLE-3 auxiliary states" not in self._skipped:
+            del self._model.forward
+            self._model.set_aux_hidden_state_layers(())
+
+    def ended(self) -> dict[int, str]:
+        return dict(self._kept.ended)
+
+    def sizes(self, request: int, positions: list[int]) -> dict[str, dict[int, float]]:
+        """Hook → layer → root mean square of the rows: an edit is made as large as what it is added to."""
+        if not self._records:
+            return {}
+        rows = self._kept.of(request, positions)
+        return {hook: {layer: float(rows(hook, layer).square().mean().sqrt()) for layer in self._layers} for hook in self._shape.hooks}
+
+    # -- judging ------------------------------------------------------------------------------------------------------------
+
+    def judge(self, plan: Plan) -> Judgement:
+        """Every rank of a stage takes the same path through the modules, which reduce over the ranks; one has rows to compare."""
+        edges: dict[str, bytes] = {}
+        if self._records:
+            self._sums(plan)
+            self._copies(plan)
+            self._edits(plan, edges)
+            self._states(plan)
+            self._edges(plan, edges)
+        with torch.inference_mode(), set_forward_context(None, self._config), without_sites(self._model):
+            self._attempt("MLP", self._modules, plan)
+            if get_pp_group().is_first_rank:
+                self._attempt("embedding", self._embedding, plan)
+            if get_pp_group().is_last_rank:
+                self._attempt("logits", self._output, plan)
+        if self._most < 2:
+            self._skipped["rows in a mixed batch"] = "no step had more than one request"
+        return Judgement(self._findings, self._skipped, edges, self._routed)
+
+    def _attempt(self, law: str, judge: Callable[[Plan], None], plan: Plan) -> None:
+        """A module that cannot be called by itself proves nothing, and breaks nothing else."""
+        try:
+            judge(plan)
+        except Exception as error:
+            logger.warning("certification: %s", law, exc_info=True)
+            self._skipped[law] = f"its module cannot be called by itself: {error or type(error).__name__}"
+
+    def _sums(self, plan: Plan) -> None:
+        rows = self._kept.of(plan.base, plan.positions)
+        for layer in self._layers:
+            self._findings += judge_layer(self._shape, rows, layer)
+            if "post_block" in self._shape.hooks and self._joined(layer):
+                self._findings.append(judge_boundary(self._shape, rows("post_block", layer), rows("pre_attn", layer + 1), layer))
+
+    def _copies(self, plan: Plan) -> None:
+        for copy in plan.copies:
+            got, wanted = self._kept.of(copy.request, copy.positions), self._kept.of(plan.base, copy.positions)
+            for layer in self._layers:
+                for hook in self._shape.hooks:
+                    name = f"{hook}: {copy.law}"
+                    self._findings.append(judge_same(self._shape, name, hook, layer, got(hook, layer), wanted(hook, layer)))
+
+    def _edits(self, plan: Plan, edges: dict[str, bytes]) -> None:
+        for edit in plan.edits:
+            for layer, position, scale in zip(edit.layers, edit.positions, edit.scales, strict=True):
+                if layer not in self._layers:
+                    if edit.hook == "post_block" and layer + 1 in self._layers and "pre_attn" in self._shape.hooks:
+                        edges[f"entered {layer}"] = self._raw(self._kept.of(edit.request, [position])("pre_attn", layer + 1))
+                    continue
+                edited, added = self._kept.of(edit.request, [position]), self._added(scale)
+                entered = edited("pre_attn", layer + 1) if edit.hook == "post_block" and self._joined(layer) else None
+                self._findings += judge_edit(self._shape, edit.hook, layer, edited, self._kept.of(edit.plain, [position]), added, entered)
+                if edit.hook == "post_block" and entered is None:
+                    edges[f"edited {layer}"] = self._raw(torch.cat([edited("post_block", layer), added]))
+
+    def _joined(self, layer: int) -> bool:
+        """Whether this rank sees what enters the next layer."""
+        return layer + 1 in self._layers and "pre_attn" in self._shape.hooks
+
+    def _added(self, scale: float) -> torch.Tensor:
+        """The vector as the ranks hold it: scaled, in the model's dtype."""
+        return (torch.from_numpy(direction(self._adapter.hidden_size)) * scale).to(self._dtype).float()[None]
+
+    def _states(self, plan: Plan) -> None:
+        positions = [position for position in plan.positions if position <= plan.first]
+        for layer, states in self._aux.items():
+            if "post_block" in self._shape.hooks:
+                rows = self._kept.of(plan.base, positions)("post_block", layer)
+                figure = rowwise(rows, states[positions].float(), self._shape.tolerance("same"))
+                self._findings.append(Finding("post_block = vLLM's EAGLE-3 auxiliary state", ("post_block",), layer, figure, "same"))
+
+    def _edges(self, plan: Plan, edges: dict[str, bytes]) -> None:
+        rows = self._kept.of(plan.base, plan.positions)
+        if {"pre_attn", "post_block"} <= set(self._shape.hooks):
+            edges["first"] = self._raw(rows("pre_attn", min(self._layers)))
+            edges["last"] = self._raw(rows("post_block", max(self._layers)))
+
+    @staticmethod
+    def _raw(rows: torch.Tensor) -> bytes:
+        return bytes(rows.float().contiguous().numpy().tobytes())
+
+    # -- the model's own modules ----------------------------------------------------------------------------------------------
+
+    def _modules(self, plan: Plan) -> None:
+        source: Hook = "mlp_in" if "mlp_in" in self._shape.hooks else "post_attn"
+        if not {source, "mlp_out"} <= set(self._shape.hooks):
+            self._skipped["MLP"] = f"the model has no {source}, or no mlp_out"
+            return
+        edits = {layer: each for edit in plan.edits if edit.hook == "mlp_in" for layer, each in _places(edit)}
+        for number, layer in self._layers.items():
+            inputs = []
+            if self._records:
+                inputs = [self._kept.of(plan.base, plan.positions)(source, number)]
+                if number in edits and source == "mlp_in":
+                    request, position, scale = edits[number]
+                    inputs.append(self._kept.of(request, [position])(source, number) + self._added(scale))
+            count = len(plan.positions) + (number in edits and source == "mlp_in")
+            rows = self._shared(inputs, count)
+            outputs = list(self._through(layer, rows))
+            if not self._records:
+                continue
+            if not outputs:
+                self._skipped["MLP"] = "no module of the layer is its MLP"
+                continue
+            wanted, plain = self._kept.of(plan.base, plan.positions)("mlp_out", number), len(plan.positions)
+            of_base = [judge_module(self._shape, output[:plain], wanted, number, (source, "mlp_out")) for output in outputs]
+            best = min(range(len(outputs)), key=lambda place: of_base[place].figure)
+            self._findings.append(of_base[best])
+            if count > plain:
+                request, position, _ = edits[number]
+                own = self._kept.of(request, [position])("mlp_out", number)
+                figure = rowwise(outputs[best][plain:], own, self._shape.tolerance("module"))
+                self._findings.append(Finding("edit at mlp_in: mlp_out has it", ("mlp_in",), number, figure, "module"))
+
+    def _shared(self, rows: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+        """`[count, hidden]` in the model's dtype on its device: those that the recording rank has, on all of its stage."""
+        device = next(self._model.parameters()).device
+        if rows:
+            held = torch.cat(list(rows)).to(self._dtype).to(device)
+        else:
+            held = torch.empty(count, self._adapter.hidden_size, dtype=self._dtype, device=device)
+        return get_tp_group().broadcast(held, src=0) if get_tp_group().world_size > 1 else held
+
+    def _through(self, layer: nn.Module, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        """What the layer's MLP gives for these rows, as it is and through each norm that may lie behind it."""
+        children = dict(layer.named_children())
+        batched = self._adapter.variant.backend
+        behind: list[Callable[[torch.Tensor], Any]] = [lambda output: output]
+        behind += [child for name, child in children.items() if name.startswith("post") and "norm" in name]
+        if "fc1" in children and "fc2" in children:
+            chains: list[list[nn.Module]] = [[child for name, child in children.items() if name in ("fc1", "activation_fn", "fc2")]]
+        else:
+            chains = [[child] for name, child in children.items() if not _NOT_MLP.search(name)]
+        made = []
+        for chain in chains:
+            output: Any = rows[None] if batched else rows.clone()  # a module may write to what it gets
+            for module in chain:
+                output = _tensor(module(output))
+            made.append(output.view(rows.shape))
+        if len(made) > 1:
+            made.append(sum(made))
+        for output in made:
+            for norm in behind:
+                yield _tensor(norm(output.clone())).float().cpu()
+
+    def _embedding(self, plan: Plan) -> None:
+        embed = getattr(self._model, "embed_input_ids", None)
+        if embed is None or "pre_attn" not in self._shape.hooks or 0 not in self._layers:
+            self._skipped["embedding"] = "the model offers no embed_input_ids, or no pre_attn"
+            return
+        ids = torch.tensor([plan.tokens[position] for position in plan.positions], device=next(self._model.parameters()).device)
+        embedded = embed(ids).float().cpu()
+        if not self._records:
+            return
+        rows = self._kept.of(plan.base, plan.positions)("pre_attn", 0)
+        factor = float((rows * embedded).sum() / embedded.square().sum())
+        figure = rowwise(rows, factor * embedded, self._shape.tolerance("module"))
+        found = Finding("pre_attn[0] = embedding", ("pre_attn",), 0, figure, "module")
+        others = [name for name, child in self._parent.named_children() if _between(name, child)]
+        if found.ok or not others:
+            self._findings.append(found)
+        else:
+            self._skipped["embedding"] = f"{', '.join(others)} lies between the embedding and the first layer"
+
+    def _output(self, plan: Plan) -> None:
+        """The last `post_block`, through the model's own norm and output matrix, against the log-probabilities that vLLM returned."""
+        if "post_block" not in self._shape.hooks:
+            return
+        last, positions = self._adapter.num_layers - 1, [position for position in plan.positions if position >= plan.first]
+        places = [*((plan.base, position) for position in positions), *([(plan.final.request, plan.first)] if plan.final else [])]
+        rows = []
+        if self._records:
+            rows = [self._kept.of(plan.base, positions)("post_block", last)]
+            if plan.final:
+                rows.append(self._kept.of(plan.final.request, [plan.first])("post_block", last) + self._added(plan.final.scales[0]))
+        held = self._shared(rows, len(places))
+        norms = [child for name, child in self._parent.named_children() if _NORM.search(name)]
+        best = [math.inf] * len(places)
+        for norm in [*norms, nn.Identity()]:
+            logits = self._model.compute_logits(_tensor(norm(held.clone())))
+            if logits is None or not self._records:
+                continue
+            errors = [self._off(row, self._logits.get(place)) for row, place in zip(logits.float().cpu(), places, strict=True)]
+            best = min(best, errors, key=lambda each: each[0])
+        if not self._records:
+            return
+        law, edit = "logits(last post_block) = vLLM's own", "edit at post_block: the logits have it"
+        seen = {place: figure for place, figure in zip(places, best, strict=True) if place in self._logits and place[0] == plan.base}
+        # Greedy: those logits are the ones that its sampler got.
+        if not seen or any(int(self._logits[place].argmax()) != plan.tokens[place[1] + 1] for place in seen):
+            self._skipped[law] = "vLLM's own logits were not seen"
+        else:
+            self._findings.append(Finding(law, ("post_block",), last, max(seen.values()), "logits"))
+        if plan.final and (plan.final.request, plan.first) in self._logits:
+            self._findings.append(Finding(edit, ("post_block",), last, best[-1], "edit"))
+
+    def _off(self, row: torch.Tensor, own: torch.Tensor | None) -> float:
+        """Largest error of these logits, over their tolerance; infinite where vLLM's own were not seen."""
+        if own is None:
+            return math.inf
+        known = own[0].isfinite()
+        error = float((row - own[0])[known].abs().max()) if known.any() else math.inf
+        return error / (self._shape.tolerance("logits") * float(own[0][known].abs().max()))
+
+    def end(self) -> None:
+        """Rows, receipts and counters of the run are forgotten."""
+        self.unwatch()
+        self._model.compute_logits = self._restore
+        del self._plane.plan
+        self._plane.divert(None)
+
+
+def _places(edit: EditRun) -> Iterator[tuple[int, tuple[int, int, float]]]:
+    for layer, position, scale in zip(edit.layers, edit.positions, edit.scales, strict=True):
+        yield layer, (edit.request, position, scale)
+
+
+def _tensor(output: Any) -> torch.Tensor:
+    """Of modules that also give a bias, or router logits."""
+    tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return tensor
+
+
+def _between(name: str, child: nn.Module) -> bool:
+    """Whether this child may change the stream between the token embedding and the first layer."""
+    tokens = re.search(r"^(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings|embeddings?)$", name)
+    held = any(True for _ in child.parameters())
+    return held and not tokens and not _FINAL_NORM.search(name) and not isinstance(child, nn.ModuleList)
