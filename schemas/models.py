@@ -3,8 +3,8 @@
 import hashlib
 
 from .base import Published, Record, to_msgpack
-from .loras import LoraSupport
 from .certificates import Certificate
+from .loras import LoraSupport
 from .specs import CaptureSpec
 
 

@@ -28,7 +28,7 @@ from ...schemas.specs import StoredCapture, StoredSteering, content_key
 from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor, content_hash, from_numpy
 from ..runner.certify import Copy, EditRun, Judgement, Plan, direction
-from ..runner.laws import STREAM, TOLERANCES, Law, Shape, combine, judge_boundary, judge_entered, verdict
+from ..runner.laws import STREAM, TOLERANCES, Finding, Law, Shape, judge_boundary, judge_entered, verdict
 from .protocol import EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -72,11 +72,11 @@ async def certify(access: Access, info: ModelInfo, **facts: Any) -> Certificate:
     started = time.monotonic()
     try:
         await access.call("midstream_certify", ("begin", {}))
-        laws, skipped = await _Run(access, info).laws()
+        findings, skipped, routed = await _Run(access, info).findings()
     finally:
         await access.call("midstream_certify", ("end", {}))
     hooks = [hook for hook in HOOKS if hook in info.hooks]
-    absent = verdict(hooks, laws, info.num_layers)
+    absent, laws = verdict(hooks, findings, info.num_layers, routed=routed)
     certificate = Certificate(
         model=info.name, architecture=info.architecture, version=info.version, runner=info.runner, dtype=info.dtype, tp=info.tp, pp=info.pp,
         created=time.time(), seconds=time.monotonic() - started, proven=[hook for hook in hooks if hook not in absent],
@@ -126,7 +126,8 @@ class _Run:
         self._generated: list[int] = []
         self._number = BESIDE
 
-    async def laws(self) -> tuple[list[Law], dict[str, str]]:
+    async def findings(self) -> tuple[list[Finding], dict[str, str], bool]:
+        """What was found, law → why it was not compared, and whether a router chooses experts."""
         positions = [*self._compared, *range(len(self._prompt), len(self._prompt) + GENERATED - 1)]
         everything = self._capture({hook: self._layers for hook in self._hooks}, positions, "base")
         await self._access.call("midstream_certify", ("watch", {"request": BASE}))
@@ -149,7 +150,7 @@ class _Run:
         if not self._access.chunked:
             skipped["rows of a chunked prefill"] = "the engine does not split prefills"
         findings = [finding for each in judgements for finding in each.findings] + list(self._stages(judgements))
-        return combine(findings, routed=any(each.routed for each in judgements)), skipped
+        return findings, skipped, any(each.routed for each in judgements)
 
     async def _beside(self, plan: Plan, everything: StoredCapture, sizes: dict[str, dict[int, float]]) -> None:
         """All but the first request, in one batch."""
@@ -284,7 +285,7 @@ class _Run:
                 raise Uncertified(f"the certification run took longer than {TIMEOUT_S:g} s to record its rows")
             await asyncio.sleep(0.002)
 
-    def _stages(self, judgements: Sequence[Judgement]) -> Iterator[Any]:
+    def _stages(self, judgements: Sequence[Judgement]) -> Iterator[Finding]:
         """Rows that one stage hands to the next, of the ranks that record."""
         recording = [each.edges for each in judgements if each.edges]
         shape = Shape(self._hooks, torch.finfo(getattr(torch, self._info.dtype)).eps)

@@ -332,7 +332,7 @@ class Certifier:
                 request, position, _ = edits[number]
                 own = self._kept.of(request, [position])("mlp_out", number)
                 figure = rowwise(outputs[best][plain:], own, self._shape.tolerance("module"))
-                self._findings.append(Finding("edit at mlp_in: mlp_out has it", ("mlp_in",), number, figure, "module"))
+                self._findings.append(Finding("edit at mlp_in: mlp_out has it", ("mlp_in", "mlp_out"), number, figure, "module", edit=True))
 
     def _shared(self, rows: Sequence[torch.Tensor], count: int) -> torch.Tensor:
         """`[count, hidden]` in the model's dtype on its device: those that the recording rank has, on all of its stage."""
@@ -414,7 +414,7 @@ class Certifier:
         else:
             self._findings.append(Finding(law, ("post_block",), last, max(seen.values()), "logits"))
         if plan.final and (plan.final.request, plan.first) in self._logits:
-            self._findings.append(Finding(edit, ("post_block",), last, best[-1], "edit"))
+            self._findings.append(Finding(edit, ("post_block",), last, best[-1], "edit", edit=True))
 
     def _off(self, row: torch.Tensor, own: torch.Tensor | None) -> float:
         """Largest error of these logits, over their tolerance; infinite where vLLM's own were not seen."""

@@ -22,11 +22,11 @@ TOLERANCES: Mapping[str, tuple[float, str]] = {
     "module": (8.0, "the same module on the same rows in a batch of another size, or compiled; norm of the error over the row's norm"),
     "batch": (32.0, "the same tokens in another batch: other kernel shapes in every layer; norm of the error over the row's norm"),
     "logits": (4.0, "nats, over the largest logit's size: the output matrix on another number of rows"),
-    "edit": (4.0, "as a sum, with the vector in it, which a pair of tensors holds rounded apart; relative to all terms"),
+    "edit": (4.0, "as a sum, with the vector in it; a pair of tensors rounds it apart from the other; norms instead of elements"),
     "reach": (4.0, "least change of what reads an edited row, norm of the change over the row's norm; the figure is its inverse"),
 }
 #: Least tolerance, relative: what fp32 kernels differ by from call to call is not of the size of fp32's eps.
-FLOOR = {"module": 1e-4, "batch": 1e-3, "logits": 1e-4, "reach": 1e-4}
+FLOOR = {"module": 1e-4, "batch": 1e-3, "logits": 1e-4, "edit": 1e-5, "reach": 1e-4}
 #: Share of a branch's elements that must be visible in the sum.
 VISIBLE = 0.01
 #: Hooks in the order in which they are blamed where a law does not say which of them is wrong: a branch before the stream.
@@ -50,10 +50,11 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     """One law in one layer. `figure` is relative to the tolerance: at most 1 where the law holds; infinite where rows are not finite."""
 
     law: str  # what is said
-    hooks: tuple[str, ...]  # that it speaks about
+    hooks: tuple[str, ...]  # that it speaks about; of an edit: first the one that is edited
     layer: int
     figure: float
     kind: str = "sum"  # of `TOLERANCES`
+    edit: bool = False  # of a request with an edit
 
     @property
     def ok(self) -> bool:
@@ -81,6 +82,12 @@ def elementwise(total: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: f
     size = total.abs() + sum(part.abs() for part in parts)
     error = (total - sum(parts)).abs()
     return _worst(error / (tolerance * size).clamp_min(torch.finfo(torch.float32).tiny))
+
+
+def sumwise(total: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: float) -> float:
+    """Largest norm of a row of total − Σ parts, over `tolerance` · the norms of all of them."""
+    size = total.norm(dim=-1) + sum(part.norm(dim=-1) for part in parts)
+    return _worst((total - sum(parts)).norm(dim=-1) / (tolerance * size).clamp_min(torch.finfo(torch.float32).tiny))
 
 
 def rowwise(got: torch.Tensor, wanted: torch.Tensor, tolerance: float, *, median: bool = False) -> float:
@@ -164,25 +171,26 @@ def judge_edit(
     found = []
     for each in have[: have.index(hook) + 1]:
         figure = rowwise(edited(each, layer), plain(each, layer), shape.tolerance("batch"))
-        found.append(Finding(f"{law}nothing before it", (hook,), layer, figure, "batch"))
+        found.append(Finding(f"{law}nothing before it", (hook, each), layer, figure, "batch", edit=True))
     for total, terms in sums(shape, layer):
         if hook in terms:
             parts = [factor * edited(term, layer) for term, factor in terms.items()] + [terms[hook] * added]
-            figure = elementwise(edited(total, layer), parts, shape.tolerance("edit"))
-            found.append(Finding(f"{law}{total} has it", (hook,), layer, figure, "edit"))
+            figure = sumwise(edited(total, layer), parts, shape.tolerance("edit"))
+            found.append(Finding(f"{law}{total} has it", (hook, total, *terms), layer, figure, "edit", edit=True))
     if hook == "post_block" and entered is not None:
         found.append(judge_entered(shape, edited("post_block", layer), added, entered, layer))
     reads: dict[str, Hook] = {"pre_attn": "attn_out", "post_attn": "mlp_in" if "mlp_in" in have else "mlp_out", "mlp_in": "mlp_out"}
-    if (reader := reads.get(hook)) in have:
+    reader = reads.get(hook)
+    if reader is not None and reader in have:
         moved = rowwise(edited(reader, layer), plain(reader, layer), shape.tolerance("reach"))
-        found.append(Finding(f"{law}{reader} sees it", (hook,), layer, 1 / moved if moved else math.inf, "reach"))
+        found.append(Finding(f"{law}{reader} sees it", (hook, reader), layer, 1 / moved if moved else math.inf, "reach", edit=True))
     return found
 
 
 def judge_entered(shape: Shape, left: torch.Tensor, added: torch.Tensor, entered: torch.Tensor, layer: int) -> Finding:
     """An edit of `post_block` against what the next layer gets."""
-    figure = elementwise(entered, [left, added], shape.tolerance("edit"))
-    return Finding("edit at post_block: pre_attn[L+1] has it", ("post_block",), layer, figure, "edit")
+    figure = sumwise(entered, [left, added], shape.tolerance("edit"))
+    return Finding("edit at post_block: pre_attn[L+1] has it", ("post_block", "pre_attn"), layer, figure, "edit", edit=True)
 
 
 # --- The verdict -------------------------------------------------------------------------------------------------------------
@@ -223,16 +231,23 @@ def combine(findings: Iterable[Finding], *, routed: bool) -> list[Law]:
     return made
 
 
-def verdict(hooks: Sequence[Hook], laws: Sequence[Law], num_layers: int) -> dict[Hook, str]:
-    """Hook → why it is not proven; hooks that are proven are missing.
+def verdict(hooks: Sequence[Hook], findings: Iterable[Finding], num_layers: int, *, routed: bool) -> tuple[dict[Hook, str], list[Law]]:
+    """Hook → why it is not proven (hooks that are proven are missing), and all laws.
 
     A law that fails says that one of its rows is wrong, not which. The smallest set of hooks without which every law holds is taken,
-    branches first. A hook that no law which still holds speaks about in some layer is not proven either, but for the stream at its two
-    ends: what enters the first layer, and what leaves the last, has no neighbour.
+    branches first. What an edit does is then judged by rows that are right, and blamed on the hook that is edited. A hook that no
+    law which holds speaks about in some layer is not proven either, but for the stream at its two ends: what enters the first
+    layer, and what leaves the last, has no neighbour.
     """
+    found = list(findings)
+    laws = combine((finding for finding in found if not finding.edit), routed=routed)
     broken = [law for law in laws if not law.ok]
     blamed = _smallest(hooks, [set(law.hooks) & set(hooks) for law in broken])
-    absent: dict[Hook, str] = {hook: _why(hook, broken) for hook in hooks if hook in blamed}
+    absent: dict[Hook, str] = {hook: _why(broken, hook) for hook in hooks if hook in blamed}
+    edits = combine((finding for finding in found if finding.edit and not blamed & set(finding.hooks)), routed=routed)
+    for hook in hooks:
+        if wrong := [law for law in edits if not law.ok and law.hooks[0] == hook]:
+            absent[hook] = _why(wrong, hook)
     telling = [law for law in laws if law.ok and law.kind in TELLING and not set(law.hooks) & blamed]
     for hook in hooks:
         covered = {layer for law in telling if hook in law.hooks for layer in law.layers}
@@ -240,10 +255,8 @@ def verdict(hooks: Sequence[Hook], laws: Sequence[Law], num_layers: int) -> dict
         lacking = sorted(set(range(num_layers)) - covered)
         if hook not in absent and lacking and lacking != [{"pre_attn": 0, "post_block": num_layers - 1}.get(hook)]:
             beside = " and ".join(NEIGHBOURS[hook])
-            absent[hook] = (
-                f"nothing proves its rows, in layer {lacking[0]} for one: only beside {beside} can they be proven (setting hooks)"
-            )
-    return absent
+            absent[hook] = f"nothing proves its rows, in layer {lacking[0]} for one: only beside {beside} can they be proven"
+    return absent, [*laws, *edits]
 
 
 def _smallest(hooks: Sequence[Hook], broken: Sequence[set[str]]) -> set[str]:
@@ -257,7 +270,7 @@ def _smallest(hooks: Sequence[Hook], broken: Sequence[set[str]]) -> set[str]:
     return set(order)
 
 
-def _why(hook: Hook, broken: Sequence[Law]) -> str:
+def _why(broken: Sequence[Law], hook: Hook) -> str:
     law = max((law for law in broken if hook in law.hooks), key=lambda law: law.figure)
     layers = [layer for layer in law.failing if layer >= 0]
     where = f" in layer {layers[0]}" + (f" and {len(layers) - 1} more" if len(layers) > 1 else "") if layers else ""

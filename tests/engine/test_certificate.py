@@ -1,0 +1,148 @@
+"""Does the certification run prove right adapters on the real engine, and refuse wrong ones by name?"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from host import NO_RELAY, Host, capture_of, prompt_of
+from nursery import Nursery
+from tiny import LAYERS, checkpoint
+
+from midstream.schemas.base import from_json
+from midstream.schemas.certificates import Certificate
+from midstream.schemas.selectors import HOOKS
+
+SMALL: dict[str, Any] = {"certify": True, "max_model_len": 128, "max_num_seqs": 16, "kv_cache_gib": 0.125}
+
+
+@pytest.fixture(scope="module")
+def start(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Host]]:
+    """Start an engine that certifies a checkpoint, with a fault."""
+    folder = tmp_path_factory.mktemp("certificates")
+    started: list[Host] = []
+
+    def begin(name: str, fault: str = "", **settings: Any) -> Host:
+        number = len(list(folder.glob("engine-*")))
+        host = nursery.host(folder / f"engine-{number}", checkpoint(name, folder / name), fault=fault, **(SMALL | settings))
+        started.append(host)
+        return host
+
+    yield begin
+    for host in started:
+        host.close()
+
+
+def certificate_of(host: Host) -> Certificate:
+    made = msgspec.convert(host.info["certificate"], Certificate)
+    (file,) = (Path(host.settings.data_dir) / "certificates").iterdir()
+    assert from_json(file.read_bytes(), Certificate) == made
+    return made
+
+
+def test_every_hook_is_proven_and_nothing_of_the_run_is_left(start: Callable[..., Host]) -> None:
+    host = start("llama")
+    made = certificate_of(host)
+    assert (made.proven, made.absent, made.not_compared) == (list(HOOKS), {}, {})
+    assert all(law.ok for law in made.laws)
+    names = " ".join(law.law for law in made.laws)
+    wanted = ["post_block = post_attn + mlp_out", "[L+1]", "MLP(mlp_in)", "embedding", "EAGLE-3", "chunked", "decoding", "mixed"]
+    assert [want for want in wanted if want not in names] == []
+    assert {law.checked for law in made.laws if law.law.startswith("post_attn =")} == {LAYERS}
+    status = host.call("midstream_status")[0]
+    assert [status[name] for name in ("rows_used", "vectors", "actions", "epoch", "requests", "outbox", "captured_rows", "token_rows")] == [
+        0
+    ] * 8
+    assert host.all_receipts() == []
+    assert not host.root.exists() or not any(host.root.iterdir())
+    host.run(job := host.job(prompt_of(20), max_tokens=3, capture=capture_of([0, 3], "all")))
+    assert host.capture(job).positions(0) == list(range(22))
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "absent"),
+    [
+        ("llama", "shift_attn_out", {"attn_out"}),
+        ("gpt2", "branch_post_attn", {"post_attn", "attn_out"}),
+        pytest.param("llama", "half_post_attn", {"post_attn", "attn_out"}, marks=pytest.mark.long),
+        pytest.param("gemma2", "half_post_attn", {"post_attn", "attn_out"}, marks=pytest.mark.long),
+        pytest.param("gemma2", "shift_mlp_out", {"mlp_in", "mlp_out"}, marks=pytest.mark.long),
+        pytest.param("mixtral", "shift_mlp_in", {"mlp_in"}, marks=pytest.mark.long),
+        pytest.param("mixtral", "branch_post_attn", {"post_attn", "attn_out"}, marks=pytest.mark.long),
+        pytest.param("gpt2", "shift_mlp_in", {"mlp_in"}, marks=pytest.mark.long),
+        pytest.param("gpt-neox", "shift_mlp_in", {"mlp_in"}, marks=pytest.mark.long),
+        pytest.param("olmo2", "shift_attn_out", {"attn_out"}, marks=pytest.mark.long),
+        pytest.param("olmo2", "branch_post_attn", {"post_attn", "attn_out", "mlp_out"}, marks=pytest.mark.long),
+    ],
+)
+def test_a_wrong_hook_is_absent_with_its_reason(start: Callable[..., Host], name: str, fault: str, absent: set[str]) -> None:
+    host = start(name, fault)
+    made = certificate_of(host)
+    assert made.absent.keys() == absent
+    assert not absent & set(host.info["hooks"])
+    wrong = fault.split("_", 1)[1]
+    assert "certification" in host.info["absent"][wrong]
+    assert any(not law.ok and wrong in law.hooks for law in made.laws)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("llama", "half_post_block"),
+        pytest.param("llama", "shift_post_block", marks=pytest.mark.long),
+        pytest.param("gemma2", "half_pre_attn", marks=pytest.mark.long),
+        pytest.param("gpt2", "shift_pre_attn", marks=pytest.mark.long),
+        pytest.param("gpt2", "branch_post_block", marks=pytest.mark.long),
+        pytest.param("gpt-neox", "branch_post_block", marks=pytest.mark.long),
+        pytest.param("gpt-neox", "shift_attn_out", marks=pytest.mark.long),
+        pytest.param("olmo2", "shift_post_block", marks=pytest.mark.long),
+        pytest.param("mixtral", "half_post_block", marks=pytest.mark.long),
+    ],
+)
+def test_a_wrong_stream_keeps_the_engine_from_starting(start: Callable[..., Host], name: str, fault: str) -> None:
+    with pytest.raises(AssertionError, match="could not be proven"):
+        start(name, fault)
+
+
+def test_an_engine_that_was_not_certified_says_so(start: Callable[..., Host]) -> None:
+    host = start("llama", certify=False)
+    assert "certificate" not in host.info or host.info["certificate"] is None
+    assert [caveat for caveat in host.info["caveats"] if "not certified" in caveat]
+    host.run(job := host.job(prompt_of(9), max_tokens=1, capture=capture_of([0], "all_prompt")))
+    assert host.capture(job).manifest(0).caveats == host.info["caveats"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt-neox", "olmo2", "mixtral", "qwen3-moe"])
+def test_every_family_is_proven_in_bf16(start: Callable[..., Host], name: str) -> None:
+    made = certificate_of(start(name, dtype="bfloat16"))
+    assert (made.absent, [law for law in made.laws if not law.ok]) == ({}, [])
+    assert made.seconds < 5
+
+
+@pytest.mark.long
+def test_a_compiled_forward_is_proven(start: Callable[..., Host]) -> None:
+    made = certificate_of(start("llama", enforce_eager=False))
+    assert (made.absent, made.mode) == ({}, "compiled")
+    assert made.not_compared == {"EAGLE-3 auxiliary states": "the forward pass is compiled"}
+
+
+@pytest.mark.long
+def test_few_steering_rows_and_blocks_are_enough(start: Callable[..., Host]) -> None:
+    made = certificate_of(start("llama", steering_rows=2, num_gpu_blocks=4, max_num_batched_tokens=32))
+    assert made.absent == {}
+
+
+@pytest.mark.parametrize("way", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"])
+def test_ranks_are_proven_together(way: dict[str, int], qwen3: Path, two_ranks: None, tmp_path: Path) -> None:
+    host = Host(tmp_path, qwen3, **(SMALL | way))
+    try:
+        made = certificate_of(host)
+        assert (made.absent, made.tp, made.pp) == ({}, way.get("tensor_parallel_size", 1), way.get("pipeline_parallel_size", 1))
+        (boundary,) = (law for law in made.laws if law.law == "pre_attn[L+1] = post_block[L]")
+        assert boundary.checked == LAYERS - 1, "those between stages are among them"
+        assert host.call("same_content")
+        assert NO_RELAY
+    finally:
+        host.close()
