@@ -196,7 +196,7 @@ class VllmEngine(RankControl):
         mode = "eager" if self._settings.enforce_eager else "compiled"
         try:
             certificate = await certify(access, self.info, vllm=vllm.__version__, mode=mode)
-            await super().restart_ledgers()
+            self._vectors.forget()  # as the ranks did
             await self._llm.reset_prefix_cache()
         except BaseException:
             await asyncio.to_thread(self._llm.shutdown)
