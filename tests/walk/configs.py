@@ -177,6 +177,8 @@ def _rope(sections: list[int], share: float = 1.0) -> dict[str, Any]:
     return {"rope_parameters": rope | ({"partial_rotary_factor": share} if share != 1 else {})}
 
 
+#: vLLM's CPU experts take the router's weight on their input for one expert only; positions say which layers attend in chunks.
+_LLAMA4: dict[str, Any] = {"num_experts_per_tok": 1, "layer_types": ["chunked_attention"] * 3 + ["full_attention"]}
 #: As released models with latent attention have it. Plain rotary positions are wrong in vLLM's CPU kernel: see `fidelity`.
 _YARN: dict[str, Any] = {
     "rope_parameters": {
@@ -195,16 +197,15 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "Lfm2ForCausalLM": {"block_dim": HIDDEN, "conv_dim": HIDDEN, "layer_types": ["conv", "full_attention"] * 2},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
-    # vLLM's CPU experts take the router's weight on their input for one expert only.
-    "Llama4ForCausalLM": {"num_experts_per_tok": 1},
-    "Llama4ForConditionalGeneration": {"num_experts_per_tok": 1},
+    "Llama4ForCausalLM": _LLAMA4,
+    "Llama4ForConditionalGeneration": _LLAMA4,
     # Sizes that vLLM derives in another way.
     "FalconForCausalLM": {"ffn_hidden_size": 4 * HIDDEN},
     "GPTJForCausalLM": {"rotary_dim": 16},
     # Fresh configs have none.
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     # vLLM has experts without a gate on GPUs only.
-    "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    "NemotronHForCausalLM": {"time_step_min": 1e-8, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
     # transformers normalises all groups at once.
     "Mamba2ForCausalLM": {"n_groups": 1},
     "HrmTextForCausalLM": {"num_layers_per_stack": 2, "H_cycles": 1, "L_cycles": 1},
