@@ -17,11 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from families import BF16_ONLY, FAMILIES, checkpoint
+from families import ROUTED as ROUTED_FAMILIES
 from fidelity_page import PAGE, WAYS, Figure, Table, Way, read_page, write_page
 from host import Host, prompt_of
 from nursery import Nursery
 from reference import Edit, Reference
-from tiny import CHECKPOINTS, HIDDEN, LAYERS, checkpoint
+from tiny import CHECKPOINTS, HIDDEN, LAYERS
 
 from midstream.schemas.jobs import Job
 from midstream.schemas.selectors import HOOKS
@@ -35,7 +37,7 @@ ADD_LAYER, ADDED = 1, [2, 5]
 REPLACE_LAYER, REPLACED = 2, [3, PROMPT - 1]
 #: In bf16 an early token near a router's tie may take other experts, and every later token attends to it: where a router chooses, the
 #: trials are made with so many prompts, and the median of their figures counts.
-ROUTED, DRAWS = {"mixtral", "qwen3-moe"}, 5
+ROUTED, DRAWS = {"mixtral", "qwen3-moe", *ROUTED_FAMILIES}, 5
 
 
 Rows = Mapping[tuple[str, int], np.ndarray]
@@ -49,10 +51,13 @@ class Truth:
         self._rounded = Reference(path, DTYPES[dtype]) if dtype != "float32" else None
         self._distance = _of_median if self._truth.has_router else _of_all
         self.hooks, self.has_router = self._truth.hooks, self._truth.has_router
+        self.other_tokens = 0  # generated, in fp32, that transformers does not give the best score, with the same edits
 
     def errors(self, got: Rows, tokens: list[int], edits: Sequence[Edit] = ()) -> dict[str, float]:
         """Hook → error of the rows, see `Figure`."""
         wanted = self._truth.rows(tokens, edits)
+        best = self._truth.logits.argmax(-1)[PROMPT - 1 : -1]
+        self.other_tokens += int((best != np.array(tokens[PROMPT:])).sum()) if self._rounded is None else 0
         hooks = {hook for hook, _ in got}
         assert got.keys() == {place for place in wanted if place[0] in hooks}
         if self._rounded is None:
@@ -174,13 +179,22 @@ def nursery_for(runner: str, directory: Path) -> Nursery:
 
 def run(nursery: Nursery, directory: Path, name: str, path: Path, way: Way) -> list[dict[str, Outcome]]:
     """All trials of checkpoint `name`, which lies at `path`, in one way."""
-    host = nursery.host(directory / f"{name} {way.name}".replace(" ", "-"), path, **options_of(way))
+    blocks = {"block_size": 32} if name in FAMILIES else {}  # of which chunks of attention are a multiple
+    host = nursery.host(directory / f"{name} {way.name}".replace(" ", "-"), path, **options_of(way), **blocks)
     try:
         assert host.info["runner"] == way.runner
         draws = DRAWS if name in ROUTED and way.dtype == "bfloat16" else 1
         return [capture(host, host.info["hooks"], draw) for draw in range(draws)]
     finally:
         host.close()
+
+
+def ways_of(name: str) -> Iterator[Way]:
+    """The ways in which checkpoint `name` is measured; families in one of both dtypes, as far as vLLM computes them."""
+    for way in WAYS:
+        plain = (way.runner, way.mode) == ("v1", "eager") and (name not in BF16_ONLY or way.dtype == "bfloat16")
+        if name not in FAMILIES or plain:
+            yield way
 
 
 def main(names: Sequence[str]) -> None:
@@ -191,9 +205,9 @@ def main(names: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for runner in sorted({way.runner for way in WAYS}):
             with nursery_for(runner, Path(folder) / runner) as nursery:
-                for name in names or CHECKPOINTS:
+                for name in names or [*CHECKPOINTS, *FAMILIES]:
                     path = checkpoint(name, Path(folder) / "checkpoints" / name)
-                    for way in (way for way in WAYS if way.runner == runner):
+                    for way in (way for way in ways_of(name) if way.runner == runner):
                         started = time.monotonic()
                         outcomes = run(nursery, Path(folder) / runner, name, path, way)
                         for hook, figure in judge(outcomes, Truth(path, way.dtype), way.dtype).items():

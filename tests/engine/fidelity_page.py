@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
+from families import FAMILIES
 from tiny import CHECKPOINTS
 from tolerances import FIDELITY
 
@@ -86,7 +87,7 @@ def write_page(text: str, table: Table) -> str:
     lines = ["| figures | tolerance | reason |", "|---|---|---|"]
     lines += [f"| {dtype} | {each.limit:g} | {each.reason} |" for dtype, each in FIDELITY.items()]
     lines += ["", "| checkpoint | hook | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
-    order = [(name, hook) for name in CHECKPOINTS for hook in HOOKS if (name, hook) in table]
+    order = [(name, hook) for name in [*CHECKPOINTS, *FAMILIES] for hook in HOOKS if (name, hook) in table]
     lines += [f"| `{name}` | `{hook}` | " + " | ".join(table[name, hook].get(way, "") for way in names) + " |" for name, hook in order]
     before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
     return f"{before}\n\n" + "\n".join(lines) + f"\n\n{after}"

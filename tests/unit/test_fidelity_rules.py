@@ -200,3 +200,8 @@ def test_what_differs_on_a_cpu_only_is_served_elsewhere(monkeypatch: pytest.Monk
     monkeypatch.setattr(fidelity, "_on_cpu", lambda: False)
     for name, config in (("Lfm2ForCausalLM", transformers.Lfm2Config()), ("DeepseekV3ForCausalLM", transformers.DeepseekV3Config())):
         assert describe(name, config, 5000).caveats == ()
+
+
+def test_a_least_time_step_is_a_caveat() -> None:
+    assert ["time_step_min" in each for each in describe("NemotronHForCausalLM", transformers.NemotronHConfig()).caveats] == [True]
+    assert describe("NemotronHForCausalLM", transformers.NemotronHConfig(time_step_min=1e-8)).caveats == ()

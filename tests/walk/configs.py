@@ -212,13 +212,14 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     # vLLM's window is one token more.
     "Cohere2ForCausalLM": {"sliding_window": 4096},
     "Cohere2MoeForCausalLM": {"sliding_window": 4096},
+    "Cohere2VisionForConditionalGeneration": {"sliding_window": 4096},
     # vLLM computes it without latent attention, so that any rank does.
     "MiniCPM3ForCausalLM": {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "qk_head_dim": 64, "head_dim": 32},
     "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1, **_YARN},
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", **_YARN},
     "AXK1ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", **_YARN},
-    "Glm4vForConditionalGeneration": _rope([2, 3, 3], 0.5),
-    "Glm4vMoeForConditionalGeneration": _rope([2, 1, 1], 0.25),
+    "Glm4vForConditionalGeneration": {**_rope([2, 3, 3], 0.5), "attention_bias": True},
+    "Glm4vMoeForConditionalGeneration": {**_rope([2, 1, 1], 0.25), "head_dim": 32, "attention_bias": True},
     "GlmOcrForConditionalGeneration": _rope([4, 6, 6]),
     "PaddleOCRVLForConditionalGeneration": _rope([4, 6, 6]),
     "Qwen2VLForConditionalGeneration": _rope([4, 6, 6]),
@@ -251,6 +252,8 @@ def _shrunk(config: PretrainedConfig, own: Mapping[str, Any], text: bool) -> dic
     given: dict[str, Any] = {}
     text_config = config.get_text_config() if text else None
     nested = {name: value for name, value in vars(config).items() if isinstance(value, PretrainedConfig)}
+    if text and getattr(config, "vision_config", 1) is None:  # vLLM's class needs one
+        nested["vision_config"] = config.sub_configs["vision_config"]()
     for name, value in nested.items():
         if name.startswith("_"):
             continue

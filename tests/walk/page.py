@@ -1,21 +1,33 @@
 """Writes `docs/models.md` from the results of the walk."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from results import Result, aliases
+from results import Result
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- written by `make walk` -->", "<!-- end of the part written by `make walk` -->"
+BACKEND = "Transformers backend"
+NO_CLASS = "LookupError"
 HEAD = ("| class | served by | hooks | worst figure | notes |", "|---|---|---|---|---|")
 
 
 def write(results: Mapping[str, Result]) -> None:
-    """Replace the part of the page between its marks."""
-    text = PAGE.read_text()
+    """Bring the page up to date."""
+    PAGE.write_text(rewritten(PAGE.read_text(), results))
+
+
+def rewritten(text: str, results: Mapping[str, Result]) -> str:
+    """The page with the part between its marks replaced."""
     before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    PAGE.write_text(f"{before}\n\n" + "\n".join(_lines(results)) + f"\n\n{after}")
+    return f"{before}\n\n" + "\n".join(_lines(results)) + f"\n\n{after}"
+
+
+def distinct(served: Iterable[Result]) -> set[str]:
+    """Names that are one class of vLLM count once; its backend runs transformers' own class."""
+    return {result.name if result.served_by == BACKEND else result.served_by for result in served}
 
 
 def _lines(results: Mapping[str, Result]) -> Iterable[str]:
@@ -23,11 +35,11 @@ def _lines(results: Mapping[str, Result]) -> Iterable[str]:
         outcome: [result for result in results.values() if result.outcome == outcome]
         for outcome in ("served", "laws", "differs", "refused", "not made")
     }
-    distinct = {aliases().get(result.name, result.name) for result in of["served"]}
     versions = Counter((result.vllm, result.transformers) for result in results.values()).most_common()
     told = "; ".join(f"{count} with vLLM {vllm} and transformers {transformers}" for (vllm, transformers), count in versions)
     yield f"{len(results)} classes tried: {told}."
-    yield f"{len(distinct)} distinct classes are served with rows equal to transformers'."
+    count = len(distinct(of["served"]))
+    yield f"{len(of['served'])} are served with rows equal to transformers': {count} distinct classes of vLLM and its backend."
     yield from ("", "## Served, equal to transformers", "", *HEAD)
     yield from map(_served, of["served"])
     yield from ("", "## Served, proven by their laws alone", "", *HEAD)
@@ -35,9 +47,17 @@ def _lines(results: Mapping[str, Result]) -> Iterable[str]:
     yield from ("", "## Refused", "", "| class | file | reason |", "|---|---|---|")
     for result in sorted(of["differs"] + of["refused"], key=lambda each: each.name):
         yield f"| `{result.name}` | {result.served_by} | {_cell(result.why)} |"
-    yield from ("", "## Without a checkpoint", "", "| class | file | reason |", "|---|---|---|")
+    without = [result.name for result in of["not made"] if NO_CLASS in result.why]
+    yield from ("", "## Without a checkpoint", "")
+    yield (
+        f"transformers has no class for these {len(without)}, and nothing to compare with: "
+        + ", ".join(f"`{name}`" for name in without)
+        + "."
+    )
+    yield from ("", "Of these, transformers makes no tiny checkpoint:", "", "| class | file | reason |", "|---|---|---|")
     for result in of["not made"]:
-        yield f"| `{result.name}` | {result.served_by} | {_cell(result.why)} |"
+        if NO_CLASS not in result.why:
+            yield f"| `{result.name}` | {result.served_by} | {_cell(result.why)} |"
 
 
 def _served(result: Result) -> str:
@@ -48,4 +68,6 @@ def _served(result: Result) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    """The reason without the names of Python's exceptions."""
+    told = re.sub(r"^([\w.]*(Error|Exception): |the engine did not start: |model: (\w+: )?)+", "", text)
+    return told.replace("|", "\\|").replace("\n", " ")

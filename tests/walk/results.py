@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -44,8 +43,3 @@ def keep(result: Result) -> None:
         part = RESULTS.with_suffix(".part")
         part.write_text("".join(json.dumps(asdict(every[name]), sort_keys=True) + "\n" for name in sorted(every)))
         part.replace(RESULTS)
-
-
-def aliases() -> Mapping[str, str]:
-    """Name → another name of vLLM's registry for the same class and the same config class: counted once."""
-    return {"LLaMAForCausalLM": "LlamaForCausalLM", "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM"}

@@ -30,7 +30,7 @@ import transformers
 from configs import checkpoint, model_class
 from fidelity_page import Figure, Way
 from nursery import Nursery
-from page import write
+from page import BACKEND, write
 from results import Result, keep, read
 from tolerances import FIDELITY
 
@@ -53,6 +53,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"No module named 'torchvision'", "its processor needs torchvision"),
     (r"No module named '(\w+)'|requires the (\w+) library", "it needs the package {}"),
     (r"Can't load (image processor|feature extractor)", "its checkpoint must have a processor"),
+    (r"no module or parameter named", "vLLM does not know transformers' names of its weights"),
+    (r"missing 1 required positional argument: 'pixel_values'", "transformers' model computes nothing without an image"),
     (r"does not dispatch through the Transformers attention interface", "vLLM's Transformers backend cannot run its attention"),
     (r"are not supported for now", "vLLM has no class for it, and transformers' class does not fit its Transformers backend"),
     (r"Argument position_ids not found", "an encoder-decoder's decoder, which vLLM's Transformers backend cannot run"),
@@ -70,11 +72,11 @@ def names() -> list[str]:
 
 
 def served_by(name: str) -> str:
-    """The file of vLLM that has the class."""
+    """The file of vLLM and the class in it."""
     from vllm.model_executor.models import registry
 
     known = registry._TEXT_GENERATION_MODELS | registry._MULTIMODAL_MODELS
-    return known[name][0] if name in known else "Transformers backend"
+    return ".".join(known[name]).removeprefix("vllm.models.") if name in known else BACKEND
 
 
 def attempt(name: str, folder: Path, nursery: Nursery) -> Result:
@@ -92,9 +94,11 @@ def attempt(name: str, folder: Path, nursery: Nursery) -> Result:
             result = _measure(result, path, folder / dtype, nursery)
         except BaseException as error:
             log = folder / dtype / "engine.log"
-            told = (log.read_text(errors="replace") if log.exists() else "") + "".join(traceback.format_exception(error))
-            result = replace(result, why=TOO_LONG if isinstance(error, TimeoutError) else _reason(told))
-            if BF16_ONLY.search(told) and dtype == "float32":
+            raised = "".join(traceback.format_exception(error))
+            told = log.read_text(errors="replace") if log.exists() else ""
+            ended = "the engine process ended" in raised and told
+            result = replace(result, why=TOO_LONG if isinstance(error, TimeoutError) else _reason(told if ended else raised))
+            if BF16_ONLY.search(told + raised) and dtype == "float32":
                 continue
         break
     return replace(result, seconds=round(time.monotonic() - started, 1))
@@ -106,6 +110,8 @@ def _measure(result: Result, path: Path, folder: Path, nursery: Nursery) -> Resu
     try:
         info = host.info
         result = replace(result, hooks=info["hooks"], absent=info.get("absent", {}), caveats=info["caveats"])
+        if not info["hooks"]:
+            return replace(result, why="it runs without hooks: " + next(iter(result.absent.values()), "none was found"))
         try:
             truth = fidelity.Truth(path, result.dtype)
         except reference.UnknownLayerError as error:
@@ -115,14 +121,17 @@ def _measure(result: Result, path: Path, folder: Path, nursery: Nursery) -> Resu
         figures = fidelity.judge([fidelity.capture(host, compared, draw) for draw in range(draws)], truth, result.dtype)
     finally:
         host.close()
-    return _verdict(result, figures, FIDELITY[result.dtype].limit)
+    found = _verdict(result, figures, FIDELITY[result.dtype].limit)
+    if truth.other_tokens and found.outcome == "served":
+        return replace(found, outcome="differs", why=f"{truth.other_tokens} generated tokens are not transformers'")
+    return found
 
 
 def _verdict(result: Result, figures: dict[str, Figure], limit: float) -> Result:
     told = {hook: str(figure) for hook, figure in figures.items()}
     worst = max(figure.worst for figure in figures.values())
     without = [hook for hook in result.hooks if hook not in figures]
-    result = replace(result, figure=worst, figures=told, note=f"no reference for {', '.join(without)}" if without else "")
+    result = replace(result, why="", figure=worst, figures=told, note=f"no reference for {', '.join(without)}" if without else "")
     if not worst <= limit:
         return replace(result, outcome="differs", why="vLLM computes something else than transformers")
     return replace(result, outcome="served")
@@ -134,9 +143,10 @@ def _options(dtype: str) -> dict[str, object]:
 
 def _reason(text: str) -> str:
     """One sentence of a log or a traceback."""
-    errors = [line.strip() for line in text.splitlines() if re.match(r"(\S+ )*[\w.]*(Error|Exception)(:|$)", line.strip())]
-    last = errors[-1] if errors else text.strip().splitlines()[-1] if text.strip() else "no reason was given"
-    around = text[: text.rindex(last) + len(last)].splitlines()[-8:] if last in text else [last]
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason was given"]
+    errors = [place for place, line in enumerate(lines) if re.match(r"(\S+ )*[\w.]*(Error|Exception)(:|$)", line)]
+    place = errors[-1] if errors else len(lines) - 1
+    last, around = lines[place], lines[max(0, place - 8) : place + 4]
     for pattern, reason in REASONS:
         if found := re.search(pattern, "\n".join(around)):
             return reason.format(*(group for group in found.groups() if group))

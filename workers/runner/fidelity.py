@@ -100,12 +100,20 @@ _HEADS_IN_A_ROW = "vLLM's CPU kernel for rotary positions is wrong where a query
 OTHERWISE: Mapping[str, tuple[Rule, ...]] = {
     "BloomForCausalLM": (Rule("model_type", (), "vLLM computes the exact gelu, transformers' model its tanh approximation"),),
     "Ernie4_5_MoeForCausalLM": (Rule("model_type", (), "vLLM's CPU experts leave out the router's correction bias", on_cpu=True),),
+    "Glm4vForConditionalGeneration": (
+        Rule("attention_bias", (True,), "transformers' attention has biases in any case, which vLLM leaves out"),
+    ),
+    "JetMoeForCausalLM": (Rule("model_type", (), "vLLM's Transformers backend computes its attention's experts otherwise"),),
     "Lfm2ForCausalLM": (Rule("model_type", (), _HEADS_IN_A_ROW, on_cpu=True),),
     "Lfm2MoeForCausalLM": (Rule("model_type", (), _HEADS_IN_A_ROW, on_cpu=True),),
     "Mamba2ForCausalLM": (Rule("n_groups", (1,), "vLLM normalises each group by itself, transformers' model all together"),),
 }
 #: Whose queries come to the rotary kernel with their heads as a dimension of their own, unless positions are scaled as YaRN does.
 HEADS_IN_A_ROW = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "AXK1ForCausalLM"})
+#: Whose Mamba layers take no time step less than `time_step_min` in transformers.
+LEAST_STEP = frozenset({"NemotronHForCausalLM"})
+#: A least step below this is none.
+LEAST_STEP_MATTERS = 1e-6
 #: Whose window has one token more in vLLM.
 WIDER_WINDOW = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM"})
 
@@ -209,6 +217,10 @@ def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool
             f"less (now {max_model_len})"
         )
     found: list[str] = []
+    if architecture in LEAST_STEP and getattr(config, "time_step_min", 0.0) > LEAST_STEP_MATTERS:
+        found.append(
+            "time_step_min: transformers' Mamba layers have a least time step, vLLM's have none; where it acts, rows differ slightly"
+        )
     for rope in _ropes(config):
         compared = architecture in REFUSED
         if architecture in HEADS_IN_A_ROW and rope.get("rope_type", "default") == "default" and _on_cpu():

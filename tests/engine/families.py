@@ -1,0 +1,42 @@
+"""Families beyond the table of architectures: a tiny checkpoint of each, whose config is generated, with all hooks found by the probe."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import tiny
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "walk"))
+
+import configs
+
+#: Name → architecture.
+FAMILIES: Mapping[str, str] = {
+    "llama4": "Llama4ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "deepseek-v2": "DeepseekV2ForCausalLM",
+    "deepseek-v3": "DeepseekV3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4-moe": "Glm4MoeForCausalLM",
+    "qwen3-next": "Qwen3NextForCausalLM",
+    "qwen3.5": "Qwen3_5ForCausalLM",
+    "gemma3-mm": "Gemma3ForConditionalGeneration",
+    "mistral3-mm": "Mistral3ForConditionalGeneration",
+    "gemma4": "Gemma4ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granite4": "GraniteMoeHybridForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "falcon-h1": "FalconH1ForCausalLM",
+    "nemotron-h": "NemotronHForCausalLM",
+}
+#: Their experts are chosen by a router, see `fidelity.ROUTED`.
+ROUTED = frozenset({"llama4", "gpt-oss", "deepseek-v2", "deepseek-v3", "glm4-moe", "qwen3-next", "granite4"})
+#: vLLM computes their linear attention in bf16 only.
+BF16_ONLY = frozenset({"qwen3-next", "qwen3.5"})
+
+
+def checkpoint(name: str, path: Path) -> Path:
+    """Write the named checkpoint, of a family or of `tiny`, to `path`, unless it is there."""
+    return configs.checkpoint(FAMILIES[name], path) if name in FAMILIES else tiny.checkpoint(name, path)
