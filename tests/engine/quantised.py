@@ -208,7 +208,9 @@ FORMATS: dict[str, Format] = {
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, "lm_head": False}, _gptq, dtypes=_HALF
     ),
     "int4 groups": Format(
-        _compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}, None), _packed_group
+        _compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}, None),
+        _packed_group,
+        dtypes=_HALF,
     ),
 }
 #: Not served on every machine, or with other rows: named in tests of that.
