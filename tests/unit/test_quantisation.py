@@ -192,7 +192,7 @@ def test_every_format_and_checkpoint_has_figures_within_their_tolerance() -> Non
     table = read_page(PAGE.read_text())
     wanted = {(row, column) for row, column, _ in cases()}
     found = {(row, column) for row, columns in table.items() for column, cell in columns.items() if cell}
-    assert found <= wanted
+    assert found == wanted
     exceeded = {(row, column): cell for row, column in found if parse(cell := table[row][column]).worst > tolerance(row[2])}
     assert exceeded == {}
 
