@@ -32,15 +32,19 @@ class Adapted(NamedTuple):
     hooks: list[str]
 
 
-def adapted(nursery: Nursery, folder: Path, name: str, **settings) -> Adapted:
+def adapted(nursery: Nursery | None, folder: Path, name: str, env: dict[str, str] | None = None, **settings) -> Adapted:
+    """`nursery`: None for an engine of several ranks, which has processes of its own."""
     base, root = checkpoint(name, folder / name), folder / "adapters"
     targets = TARGETS.get(name, LLAMA)
     loras: dict[str, StoredLora | None] = {"": None}
     loras["one"] = make_adapter(root, "one", base, targets)
     loras["two"] = make_adapter(root, "two", base, targets[1:4], rank=4, alpha=3.0, use_rslora=True)
     truth = {"": Reference(base)} | {each: Reference(merged(base, root / each, folder / f"{each}-merged")) for each in ("one", "two")}
-    host = nursery.host(folder / "engine", base, lora_dir=str(root), max_loras=2, max_cpu_loras=2, max_lora_rank=16, **settings)
-    return Adapted(host, root, loras, truth, hooks_of(name))
+    options = {"lora_dir": str(root), "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 16, **settings}
+    if nursery is not None:
+        return Adapted(nursery.host(folder / "engine", base, env, **options), root, loras, truth, hooks_of(name))
+    (folder / "engine").mkdir()
+    return Adapted(Host(folder / "engine", base, env, **options), root, loras, truth, hooks_of(name))
 
 
 @pytest.fixture(scope="module")
@@ -215,5 +219,42 @@ def test_every_kind_of_layer_is_adapted_as_transformers_would(nursery: Nursery, 
         answers = engine.host.run_together(*jobs.values())
         errors = {place: worst(engine, place[0], job, answers[job.id], edits if place[1] else ()) for place, job in jobs.items()}
         assert {place: error for place, error in errors.items() if error > FP32_HOOKS} == {}
+    finally:
+        engine.host.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_ranks_compute_and_account_for_an_adapter_alike(two_ranks, tmp_path: Path, split: str) -> None:
+    """Its matrices are divided as those of the model are; each stage has its own layers."""
+    engine = adapted(None, tmp_path, "qwen3", **{split: 2})
+    try:
+        jobs = {
+            name: engine.host.job(prompt_of(20), max_tokens=3, capture=everything(engine), lora=engine.loras[name])
+            for name in ("one", "", "two")
+        }
+        answers = engine.host.run(*jobs.values())
+        errors = {name: worst(engine, name, job, answers[job.id]) for name, job in jobs.items()}
+        assert {name: error for name, error in errors.items() if error > FP32_HOOKS} == {}
+        receipts = engine.host.receipts(jobs["one"])
+        assert len(receipts) == 2
+        assert split == "pipeline_parallel_size" or len({receipt.checksum for receipt in receipts}) == 1
+        assert len(engine.host.info["lora"]["modules"]["model.layers.*.self_attn.q_proj"]) == 1, "the stages' layers come together"
+    finally:
+        engine.host.close()
+
+
+@pytest.mark.long
+def test_the_v2_runner_computes_with_adapters(nurseries, tmp_path: Path) -> None:
+    options = {"max_num_batched_tokens": 64, "max_model_len": 256, "max_num_seqs": 8}
+    engine = adapted(nurseries("v2"), tmp_path, "llama", runner="v2", **options)
+    try:
+        jobs = {
+            name: engine.host.job(prompt_of(20), max_tokens=2, capture=everything(engine), lora=engine.loras[name])
+            for name in ("one", "", "two")
+        }
+        answers = engine.host.run_together(*jobs.values())
+        errors = {name: worst(engine, name, job, answers[job.id]) for name, job in jobs.items()}
+        assert {name: error for name, error in errors.items() if error > FP32_HOOKS} == {}
     finally:
         engine.host.close()

@@ -22,7 +22,8 @@ WORKER = "vm-SmolLM2-135M-Instruct"
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    up = Up(tmp_path_factory.mktemp("stack") / ".midstream", engine=None, model_name=None, worker_id=WORKER)
+    data = tmp_path_factory.mktemp("stack") / ".midstream"
+    up = Up(data, engine=None, model_name=None, worker_id=WORKER, lora_dir=data / "adapters")
     try:
         up.ready(ENGINE_START_S)
         yield up
@@ -45,5 +46,7 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(path: Path, s
             client.clear_global()
             for module in client.modules():
                 client.unregister_module(module.name)
+            for lora in client.loras():
+                client.unregister_lora(lora.name)
     assert page.ran
     assert not wrong, "\n\n".join(wrong)
