@@ -69,6 +69,7 @@ MAX_FILE_HEADER = 4 << 20  # bytes of that file's header
 
 # --- Adapters ------------------------------------------------------------------------------------------------------------
 
+MAX_LORAS = 1024  # registered, of one model
 MAX_LORA_CONFIG = 1 << 20  # bytes of adapter_config.json
 MAX_LORA_BYTES = 2 << 30  # of adapter_model.safetensors
 

@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 
 from ...schemas.base import from_msgpack, to_msgpack
-from ...schemas.errors import MidstreamError
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.limits import MAX_LORAS
 from ...schemas.loras import Lora
 from ...schemas.version import __version__
 from .jobs import Ledger, reachable
@@ -20,7 +21,12 @@ class Loras:
 
     @reachable
     async def put(self, lora: Lora) -> Lora | None:
-        """Point the name at this content; returns what it pointed at before. Accepted jobs keep what they have."""
+        """Point the name at this content; returns what it pointed at before. Accepted jobs keep what they have.
+
+        Raises a 400 for a new name when there are `MAX_LORAS`.
+        """
+        if len(names := await self.names(lora.model)) >= MAX_LORAS and lora.name not in names:
+            raise invalid("name", f"{lora.model!r} has {len(names)} adapters", allowed="a name that is registered; or remove one first")
         packed = to_msgpack(lora)
         await self._ledger.check_room(len(packed))
         async with self._redis.pipeline(transaction=True) as pipe:

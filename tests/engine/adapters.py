@@ -15,7 +15,14 @@ from midstream.schemas.loras import StoredLora
 
 #: Of each architecture: linear layers inside the attention and the MLP, those that vLLM packs among them.
 LLAMA = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
-TARGETS = {"opt": ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}
+NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+TARGETS: dict[str, tuple[str, ...]] = {
+    "gpt-neox": NEOX,
+    "gpt-neox-sequential": NEOX,
+    "opt": ("q_proj", "v_proj", "out_proj", "fc1", "fc2"),
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "starcoder2": ("q_proj", "v_proj", "o_proj", "c_fc", "c_proj"),
+}
 
 
 def make_adapter(

@@ -12,7 +12,7 @@ from fidelity_page import hooks_of
 from host import Host, capture_of, prompt_of, relative_error
 from nursery import Nursery
 from reference import Edit, Reference
-from tiny import HIDDEN, LAYERS, checkpoint
+from tiny import CHECKPOINTS, HIDDEN, LAYERS, checkpoint
 from tolerances import FP32_HOOKS
 
 from midstream.schemas.loras import StoredLora
@@ -20,6 +20,9 @@ from midstream.schemas.source_runs import RunRow, row_name
 from midstream.schemas.specs import StoredSteering
 
 ALL = list(range(LAYERS))
+#: Those that take adapters; other tests use Llama. Each has something of its own: see the test.
+SERVED = sorted(CHECKPOINTS.keys() - {"gpt2", "llama", "mixtral", "qwen3-moe"})
+SHORT = {"opt", "gpt-neox"}
 
 
 class Adapted(NamedTuple):
@@ -198,9 +201,9 @@ def test_a_rank_that_computes_with_another_adapter_ends_the_engine(nursery: Nurs
         engine.host.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "opt", "phi3", "gemma2", "starcoder2"])
+@pytest.mark.parametrize("name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in SERVED])
 def test_every_kind_of_layer_is_adapted_as_transformers_would(nursery: Nursery, tmp_path: Path, name: str) -> None:
-    """Fused pairs, a hook on a linear layer that an adapter replaces (OPT), layers packed on disk (Phi-3), the Transformers backend."""
+    """Fused pairs, a hook on a linear layer that an adapter replaces (OPT), layers packed on disk (Phi-3), vLLM's other names (GPT-NeoX)."""
     engine = adapted(nursery, tmp_path, name)
     try:
         vector = np.random.default_rng(0).normal(size=HIDDEN).astype(np.float32)
@@ -221,6 +224,15 @@ def test_every_kind_of_layer_is_adapted_as_transformers_would(nursery: Nursery, 
         assert {place: error for place, error in errors.items() if error > FP32_HOOKS} == {}
     finally:
         engine.host.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("qwen3-moe", "lora_config with a model of experts is True, valid: False"), ("gpt2", "GPT2LMHeadModel does not support LoRA")],
+)
+def test_models_that_cannot_be_adapted_are_refused_at_boot(nursery: Nursery, tmp_path: Path, name: str, says: str) -> None:
+    with pytest.raises(AssertionError, match=says):
+        nursery.host(tmp_path / "engine", checkpoint(name, tmp_path / name), lora_dir=str(tmp_path), max_model_len=128)
 
 
 @pytest.mark.long

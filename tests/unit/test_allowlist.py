@@ -103,6 +103,11 @@ def compiled_adapters(config: VllmConfig) -> None:
     put(config, "model_config.enforce_eager", False)
 
 
+def adapters_of_experts(config: VllmConfig) -> None:
+    adapters(config)
+    model_with("is_moe", True)[1](config)
+
+
 def quantised_adapters(config: VllmConfig) -> None:
     adapters(config)
     put(config, "model_config.quantization", "awq")
@@ -176,6 +181,7 @@ WRONG: list[tuple[str, Alter]] = [
     lora("max_lora_cls_labels", 2),
     ("lora_config.lora_dtype other than model_config.dtype", lambda config: adapters(config, lora_dtype=torch.float16)),
     ("lora_config with compilation or graphs", compiled_adapters),
+    ("lora_config with a model of experts", adapters_of_experts),
     ("lora_config with a quantised model", quantised_adapters),
     ("lora_config with speculative_config", drafted_adapters),
     to("model_config.runner_type", "pooling"),

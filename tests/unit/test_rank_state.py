@@ -245,6 +245,8 @@ ACTIONS: dict[str, Callable[[Rig], None]] = {
     "drop_vectors": lambda rig: rig.plane.rank_state.drop_vectors([rig.vector(5.0)]),
     "put_run": lambda rig: rig.plane.runs.put(source_run(rig.directory / "captures", {"pre_attn": [0]}, [0, 1], job="job_other")),
     "drop_runs": lambda rig: rig.plane.runs.drop(["job_s.0.tag"]),
+    "put_lora": lambda rig: None,  # vLLM's part: with a real one in `tests/engine/test_lora.py`
+    "drop_loras": lambda rig: None,
     "prepare_global": lambda rig: rig.plane.rank_state.prepare_global(for_everyone(2, template())),
     "commit_global": lambda rig: rig.plane.rank_state.commit_global(for_everyone(2, template(scale=9.0))),
     "rollback_global": lambda rig: rig.plane.rank_state.rollback_global(1),

@@ -92,6 +92,12 @@ RULES = (
         lambda config: config.lora_config is not None and not config.model_config.enforce_eager,
     ),
     Rule(
+        "lora_config with a model of experts",
+        (False,),
+        "vLLM's experts do not run on CPUs once adapters are served, and are untested elsewhere",
+        lambda config: config.lora_config is not None and config.model_config.is_moe,
+    ),
+    Rule(
         "lora_config with a quantised model",
         (False,),
         "adapters on quantised weights are untested",

@@ -3,22 +3,28 @@
 vLLM keeps and applies them. What its runner was told to apply is read back here, from the mapping of rows that its kernels got.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
+from vllm.lora import model_manager
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.linear import LinearBase
 
 from ...schemas.lora_files import CONFIG, WEIGHTS, digest_of, general_name, raw_files
 from ...schemas.selectors import as_ranges
 from .actions import ActionLedger
 from .planner import Tracked
 from .step import StepView
+
+logger = logging.getLogger(__name__)
 
 
 class Loras:
@@ -92,12 +98,13 @@ class Loras:
                 asked.accounted = True
                 actions.fold(step, "lora", asked.spec.job, asked.spec.request, asked.spec.attempt, used)
 
-    def modules(self) -> dict[str, list[dict[str, Any]]]:
-        """What adapters may change in this rank's layers, as `LoraSupport.modules` in plain containers."""
+    def modules(self, hf_config: Any) -> dict[str, list[dict[str, Any]]]:
+        """What adapters may change in this rank's layers, as `LoraSupport.modules` in plain containers. `hf_config`: of the model."""
         layers: dict[str, dict[tuple[int, int], set[int | None]]] = {}
+        theirs = _names_at_transformers(self._manager.model, hf_config)
         for name, module in self._manager.modules.items():
             for part, inputs, outputs in _parts(name, module, self._manager.packed_modules_mapping):
-                general, layer = general_name(part)
+                general, layer = general_name(theirs.get(part, part))
                 layers.setdefault(general, {}).setdefault((inputs, outputs), set()).add(layer)
         return {
             name: [
@@ -106,6 +113,34 @@ class Loras:
             ]
             for name, shapes in layers.items()
         }
+
+
+def _names_at_transformers(model: Any, hf_config: Any) -> dict[str, str]:
+    """vLLM's name of a module → transformers', which an adapter's file has; where they are equal, nothing."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return {}
+    try:
+        with torch.device("meta"):
+            reference = getattr(transformers, hf_config.architectures[0])(hf_config)
+        rename = mapper.get_rename_mapper()
+        found = {rename._map_name(f"{name}.weight"): name for name, _ in reference.named_modules()}
+    except Exception as error:  # of many kinds
+        logger.warning("modules of adapters are named as vLLM names them: transformers cannot build %s: %s", hf_config.architectures, error)
+        return {}
+    return {mapped.removesuffix(".weight"): name for mapped, name in found.items() if mapped}
+
+
+def _linear_only(name: str, module: torch.nn.Module, supported: list[str]) -> bool:
+    """Whether vLLM is to put an adapter's layer in place of this module.
+
+    Adapters of experts, embeddings and `lm_head` are refused, and vLLM's layers for experts cannot run on CPUs, with or without one.
+    """
+    return isinstance(module, LinearBase | BaseLayerWithLoRA) and "lm_head" not in name and _supported(name, module, supported)
+
+
+_supported = model_manager.is_supported_lora_module
+model_manager.is_supported_lora_module = _linear_only
 
 
 def _parts(name: str, module: BaseLayerWithLoRA, packed: dict[str, list[str]]) -> list[tuple[str, int, int]]:

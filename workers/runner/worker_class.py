@@ -159,7 +159,8 @@ class MidstreamWorker(PlatformWorker):
         return self._answer("drop_loras", lambda _: self._loras().drop(numbers))
 
     def midstream_lora_modules(self) -> dict[str, Any]:
-        return self._loras().modules()
+        with set_current_vllm_config(self.vllm_config):  # transformers' modules may be vLLM's
+            return self._loras().modules(self.model_config.hf_config)
 
     def midstream_prepare_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
         """`steering`: a `GlobalSteering` as plain containers. Changes nothing."""
