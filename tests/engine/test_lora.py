@@ -8,12 +8,13 @@ import numpy as np
 import peft_rows
 import pytest
 from adapters import LLAMA, TARGETS, make_adapter, merged
+from fidelity import Truth
 from fidelity_page import hooks_of
 from host import Host, capture_of, prompt_of, relative_error
 from nursery import Nursery
 from reference import Edit, Reference
 from tiny import CHECKPOINTS, HIDDEN, LAYERS, checkpoint
-from tolerances import FP32_HOOKS
+from tolerances import BF16_EXCESS, FP32_HOOKS
 
 from midstream.schemas.loras import StoredLora
 from midstream.schemas.source_runs import RunRow, row_name
@@ -268,5 +269,24 @@ def test_the_v2_runner_computes_with_adapters(nurseries, tmp_path: Path) -> None
         answers = engine.host.run_together(*jobs.values())
         errors = {name: worst(engine, name, job, answers[job.id]) for name, job in jobs.items()}
         assert {name: error for name, error in errors.items() if error > FP32_HOOKS} == {}
+    finally:
+        engine.host.close()
+
+
+@pytest.mark.long
+def test_bf16_rows_under_an_adapter_are_as_close_as_transformers_own(nursery: Nursery, tmp_path: Path) -> None:
+    engine = adapted(nursery, tmp_path, "llama", dtype="bfloat16")
+    try:
+        jobs = {
+            name: engine.host.job(prompt_of(40), max_tokens=2, capture=everything(engine), lora=engine.loras[name])
+            for name in ("one", "", "two")
+        }
+        engine.host.run_together(*jobs.values())
+        for name, job in jobs.items():
+            reader = engine.host.capture(job)
+            rows = {(hook, layer): reader.array(layer, hook) for hook in engine.hooks for layer in ALL}
+            truth = Truth(tmp_path / (f"{name}-merged" if name else "llama"), "bfloat16")
+            errors = truth.errors(rows, reader.token_ids())
+            assert {hook: error for hook, error in errors.items() if error > BF16_EXCESS} == {}, name
     finally:
         engine.host.close()
