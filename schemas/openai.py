@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from .base import Record
+from .certificates import Certificate
 from .chat import Conversation
 from .errors import Problem
 from .jobs import CaptureResults, Determinism, Prompt, Seed, StopText, StopTexts, StopTokens
@@ -253,6 +254,8 @@ class ModelCard(Record):
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint, as sentences
     quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
     lora: LoraSupport | None = None  # what an adapter may change; null: none are served
+    absent: dict[str, str] = {}  # hook point that is not served → why
+    certificate: Certificate | None = None  # only of `GET /v1/models/{name}`; null there: the model was not certified
 
 
 class ModelList(Record):

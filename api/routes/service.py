@@ -3,11 +3,12 @@
 import os
 import re
 from collections import Counter as Tally
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from litestar import Response, get
 from litestar.openapi.datastructures import ResponseSpec
+from litestar.params import PathParameter
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
 from ...broker.ledger.jobs import Ledger, reachable
@@ -19,6 +20,7 @@ from ...schemas.compatibility import judged, misfit_of
 from ...schemas.errors import MidstreamError
 from ...schemas.health import Health, Readiness
 from ...schemas.instance import instance_of
+from ...schemas.limits import MAX_NAME
 from ...schemas.models import ModelInfo, WorkerInfo
 from ...schemas.openai import ModelCard, ModelList
 from ...schemas.status import Status
@@ -27,7 +29,7 @@ from ..context import AppContext, context_of
 from ..operations import scraped
 from ..web.auth import knows_us
 from ..web.body import JsonRequest
-from .jobs import PROBLEM
+from .jobs import ERRORS, PROBLEM
 from .steering import ask_all, fresh
 
 #: Litestar adds the charset itself.
@@ -41,6 +43,17 @@ async def list_models(request: JsonRequest) -> ModelList:
     ledger = context_of(request).ledger
     live = Tally(worker.model for worker in await ledger.workers())
     return ModelList(object="list", data=[_card(info, live[info.name]) for info in await ledger.models()])
+
+
+ModelName = Annotated[str, PathParameter(description="The model's name, as `GET /v1/models` lists it", max_length=MAX_NAME)]
+
+
+@get("/v1/models/{name:str}", summary="Get a model, with the certificate of its hook points", responses=ERRORS)
+async def get_model(name: ModelName, request: JsonRequest) -> ModelCard:
+    context = context_of(request)
+    info = await context.the_model(name)
+    workers = sum(worker.model == info.name for worker in await context.ledger.workers())
+    return msgspec.structs.replace(_card(info, workers), certificate=info.certificate)
 
 
 def _card(info: ModelInfo, workers: int) -> ModelCard:
@@ -63,6 +76,7 @@ def _card(info: ModelInfo, workers: int) -> ModelCard:
         caveats=info.caveats,
         quantization=info.quantization,
         lora=info.lora,
+        absent=info.absent,
     )
 
 
@@ -140,4 +154,4 @@ async def metrics(request: JsonRequest) -> Response[Any]:
     return Response(generate_latest(REGISTRY), media_type=METRICS_TYPE)
 
 
-ROUTES = [list_models, healthz, readyz, metrics]
+ROUTES = [list_models, get_model, healthz, readyz, metrics]

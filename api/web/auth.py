@@ -38,6 +38,7 @@ SCOPE_OF: dict[str, Scope | None] = {
     "GET /metrics": "observe",
     "GET /v1/status": "observe",
     "GET /v1/models": "read",
+    "GET /v1/models/{name}": "read",
     "POST /v1/tokenize": "read",
     "POST /v1/detokenize": "read",
     "POST /v1/jobs": "submit",

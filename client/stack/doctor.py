@@ -73,6 +73,7 @@ def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
         yield Finding(
             "fail", "service", f"cannot read the service's status: {status}", "fix the problems above, or use a key with scope observe"
         )
+    yield from _models(url, headers)
     yield from _disk(Path(settings.data_dir).expanduser().resolve())
     yield from _keys(url, headers)
 
@@ -302,6 +303,27 @@ def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
 
 
 # --- This machine -----------------------------------------------------------------------------------------------------------
+
+
+def _models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
+    """What is proven of each model's hook points, and what is not served."""
+    try:
+        listed = httpx.get(f"{url}/v1/models", headers=headers, timeout=TIMEOUT_S)
+        names = [entry["id"] for entry in listed.json()["data"]] if listed.status_code == 200 else []
+        cards = [httpx.get(f"{url}/v1/models/{name}", headers=headers, timeout=TIMEOUT_S).json() for name in names]
+    except (httpx.HTTPError, ValueError, KeyError):
+        return  # said above
+    for card in cards:
+        about, made, absent = f"model {card.get('id')}", card.get("certificate"), card.get("absent") or {}
+        reasons = "; ".join(f"{hook}: {why}" for hook, why in absent.items())
+        if made is None:
+            yield Finding("warn", about, "its hook points were not certified", "start the worker with the setting certify=true")
+            continue
+        found = f"certified in {made['seconds']:.1f} s: {', '.join(made['proven'])}"
+        if made["absent"]:
+            yield Finding("warn", about, f"{found}; not served: {reasons}", "see docs/architectures.md, and the worker's log")
+        else:
+            yield Finding("ok", about, f"{found}; absent: {reasons}" if reasons else found)
 
 
 def _disk(data: Path) -> Iterator[Finding]:

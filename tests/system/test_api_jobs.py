@@ -313,3 +313,10 @@ def test_two_apis_return_the_same_job(api: Api, hand: Hand, tmp_path_factory: py
             hand.finish(job_id)
             assert poll.result()["state"] == "succeeded"
         assert replica.view(job_id) == api.view(job_id)
+
+
+def test_a_model_shows_what_is_absent_and_its_certificate(api: Api, hand: Hand) -> None:
+    card = api.http.get(f"/v1/models/{MODEL}").json()
+    assert (card["id"], card["certificate"]) == (MODEL, None)
+    assert card["absent"] == {}
+    assert api.http.get("/v1/models/nobody").status_code == 404

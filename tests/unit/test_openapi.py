@@ -34,6 +34,7 @@ PATHS = {
     "/v1/loras": {"get", "post"},
     "/v1/loras/{name}": {"delete", "get"},
     "/v1/models": {"get"},
+    "/v1/models/{name}": {"get"},
     "/v1/tokenize": {"post"},
     "/v1/detokenize": {"post"},
     "/v1/runs": {"get"},

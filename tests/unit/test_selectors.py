@@ -274,3 +274,9 @@ def test_windows_of_any_size_select_each_position_exactly_once(prompt: int, gene
     assert pieces == list(select(resolved, 0, total, prompt))
     if pieces:
         assert pieces[0] == lowest_position(resolved, prompt)
+
+
+def test_a_hook_that_is_not_served_is_refused_with_its_reason() -> None:
+    absent = {"mlp_in": "the certification run did not prove it"}
+    with pytest.raises(SelectorError, match="not served: the certification run did not prove it; the model has pre_attn"):
+        resolve_sites({"mlp_in": "all"}, 4, ["pre_attn", "post_block"], absent)
