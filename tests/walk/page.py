@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from results import Result
+from results import Result, in_our_words
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- written by `make walk` -->", "<!-- end of the part written by `make walk` -->"
@@ -42,8 +42,8 @@ def _lines(results: Mapping[str, Result]) -> Iterable[str]:
     yield f"{len(of['served'])} are served with rows equal to transformers': {count} distinct classes of vLLM and its backend."
     yield from ("", "## Served, equal to transformers", "", *HEAD)
     yield from map(_served, of["served"])
-    yield from ("", "## Served, proven by their laws alone", "", *HEAD)
-    yield from map(_served, of["laws"])
+    yield from ("", "## Served, proven by their laws alone", "")
+    yield from (*HEAD, *map(_served, of["laws"])) if of["laws"] else ("None: every class that is served has a reference.",)
     yield from ("", "## Refused", "", "| class | file | reason |", "|---|---|---|")
     for result in sorted(of["differs"] + of["refused"], key=lambda each: each.name):
         yield f"| `{result.name}` | {result.served_by} | {_cell(result.why)} |"
@@ -57,7 +57,7 @@ def _lines(results: Mapping[str, Result]) -> Iterable[str]:
     yield from ("", "Of these, transformers makes no tiny checkpoint:", "", "| class | file | reason |", "|---|---|---|")
     for result in of["not made"]:
         if NO_CLASS not in result.why:
-            yield f"| `{result.name}` | {result.served_by} | {_cell(result.why)} |"
+            yield f"| `{result.name}` | {result.served_by} | {_cell(result.why, known=False)} |"
 
 
 def _served(result: Result) -> str:
@@ -67,7 +67,7 @@ def _served(result: Result) -> str:
     return f"| `{result.name}` | {result.served_by} | {hooks} | {figure} | {_cell('; '.join(notes))} |"
 
 
-def _cell(text: str) -> str:
-    """The reason without the names of Python's exceptions."""
-    told = re.sub(r"^([\w.]*(Error|Exception): |the engine did not start: |model: (\w+: )?)+", "", text)
+def _cell(text: str, known: bool = True) -> str:
+    """The reason in our words, or without the names of Python's exceptions."""
+    told = (known and in_our_words(text)) or re.sub(r"^([\w.]*(Error|Exception): |the engine did not start: |model: (\w+: )?)+", "", text)
     return told.replace("|", "\\|").replace("\n", " ")

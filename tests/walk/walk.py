@@ -31,7 +31,7 @@ from configs import checkpoint, model_class
 from fidelity_page import Figure, Way
 from nursery import Nursery
 from page import BACKEND, write
-from results import Result, keep, read
+from results import Result, in_our_words, keep, read
 from tolerances import FIDELITY
 
 TIMEOUT_S = 180
@@ -42,23 +42,6 @@ LANES = 2
 BF16_ONLY = re.compile(r"requires BF16")
 #: vLLM holds parameters of its activation in bf16 whatever the model's dtype is, so that its rows are right in bf16 only.
 HELD_IN_BF16 = frozenset({"ApertusForCausalLM"})
-#: What an error says → the reason in a reader's words; the first that is found.
-REASONS: tuple[tuple[str, str], ...] = (
-    (r"selective_scan_fwd", "vLLM's CPU build has no kernel for Mamba 1"),
-    (r"Sparse Attention is not supported on CPU|sparse MLA backend", "vLLM has sparse attention on GPUs only"),
-    (r"is_act_and_mul=False", "vLLM has experts without a gate on GPUs only"),
-    (r"cpu_router\.py", "vLLM's CPU experts do not have its way to choose experts"),
-    (r"apply_router_weight_on_input", "vLLM's CPU experts take the router's weight on their input for one expert only"),
-    (r"triton|_lib_fn_wrapper", "its kernels are Triton's, which this CPU build does not have"),
-    (r"No module named 'torchvision'", "its processor needs torchvision"),
-    (r"No module named '(\w+)'|requires the (\w+) library", "it needs the package {}"),
-    (r"Can't load (image processor|feature extractor)", "its checkpoint must have a processor"),
-    (r"no module or parameter named", "vLLM does not know transformers' names of its weights"),
-    (r"missing 1 required positional argument: 'pixel_values'", "transformers' model computes nothing without an image"),
-    (r"does not dispatch through the Transformers attention interface", "vLLM's Transformers backend cannot run its attention"),
-    (r"are not supported for now", "vLLM has no class for it, and transformers' class does not fit its Transformers backend"),
-    (r"Argument position_ids not found", "an encoder-decoder's decoder, which vLLM's Transformers backend cannot run"),
-)
 
 
 def names() -> list[str]:
@@ -101,7 +84,7 @@ def attempt(name: str, folder: Path, nursery: Nursery) -> Result:
             if BF16_ONLY.search(told + raised) and dtype == "float32":
                 continue
         break
-    return replace(result, seconds=round(time.monotonic() - started, 1))
+    return replace(result, why=result.why.replace(str(folder), "…"), seconds=round(time.monotonic() - started, 1))
 
 
 def _measure(result: Result, path: Path, folder: Path, nursery: Nursery) -> Result:
@@ -147,10 +130,7 @@ def _reason(text: str) -> str:
     errors = [place for place, line in enumerate(lines) if re.match(r"(\S+ )*[\w.]*(Error|Exception)(:|$)", line)]
     place = errors[-1] if errors else len(lines) - 1
     last, around = lines[place], lines[max(0, place - 8) : place + 4]
-    for pattern, reason in REASONS:
-        if found := re.search(pattern, "\n".join(around)):
-            return reason.format(*(group for group in found.groups() if group))
-    return last[:300]
+    return in_our_words("\n".join(around)) or last[:300]
 
 
 # -- lanes -----------------------------------------------------------------------------------------------------------------
