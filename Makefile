@@ -35,7 +35,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-faults test-compose fidelity walk quantised lens bench bench-gpu lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-faults test-compose fidelity walk quantised smoke-vllm lens bench bench-gpu lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -123,6 +123,13 @@ quantised: $(READY) ## measure quantised checkpoints; write the table of docs/qu
 
 walk: $(READY) ## try a tiny checkpoint of every class that vLLM has; write docs/models.md (NAMES=…: only these classes; ARGS=--rest: what has no result)
 	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python tests/walk/walk.py $(ARGS) $(NAMES)
+
+# Another environment needs vLLM, the packages of the extras worker and client, and those of the tests: docs/vllm-versions.md.
+smoke-vllm: $(READY) ## capture, steer, patch, two ranks and both runners with another vLLM (PYTHON=…: its interpreter)
+	@test -n "$(PYTHON)" || { echo "PYTHON=…: the interpreter of an environment with another vLLM"; exit 2; }
+	@mkdir -p .cache/types && ln -sfn "$(CURDIR)" .cache/types/midstream
+	@PYTHONPATH=.cache/types $(PYTHON) -m midstream.workers.runner.seams
+	@PYTHONPATH="$(CURDIR)/.cache/types" PATH="$(dir $(abspath $(PYTHON))):$$PATH" $(PYTHON) -m pytest -ra -p no:cacheprovider $(PYTEST_ARGS) tests/engine/test_smoke.py
 
 lens: $(READY) model ## install TransformerLens and recompute its reference grids, against which patched grids are tested
 	@$(BIN)/python -m venv .cache/lens

@@ -5,6 +5,11 @@ import re
 #: What vLLM (0.32) says → what that means here; groups of the match fill the braces.
 REASONS: tuple[tuple[str, str], ...] = (
     (
+        r"(?:trust_remote_code|trust-remote-code)",
+        "the checkpoint comes with code of its own, or its model_type is known neither to vLLM nor to transformers. If you trust "
+        "that code, allow it to run: --engine trust_remote_code=true. Otherwise use a checkpoint without code",
+    ),
+    (
         r"max seq len \((\d+)\), \(([\d.]+) GiB KV cache is needed, which is larger than the available KV cache memory \(([\d.]+) GiB\)"
         r"\.(?: Based on the available memory, the estimated maximum model length is (?P<fits>\d+))?",
         "the KV cache is too small for one request of {1} tokens: it needs {2} GiB and has {3}. Increase the setting kv_cache_gib "

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from ...schemas.errors import STATUS_OF_KIND, MidstreamError
-from ...schemas.settings import Settings, is_loopback
+from ...schemas.settings import Settings, SettingsError, is_loopback
 from ...schemas.status import Status
 from ...schemas.version import __version__
 from ..sdk import wire
@@ -74,6 +74,7 @@ def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
             "fail", "service", f"cannot read the service's status: {status}", "fix the problems above, or use a key with scope observe"
         )
     yield from _models(url, headers)
+    yield from _vllm(settings)
     yield from _disk(Path(settings.data_dir).expanduser().resolve())
     yield from _keys(url, headers)
 
@@ -300,6 +301,32 @@ def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
                 f"{stats.outbox} receipts wait for the relay",
                 "check that the relay is running and reachable from the worker",
             )
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------------------
+
+
+def _vllm(settings: Settings) -> Iterator[Finding]:
+    """Of this environment; nothing where vLLM is not installed. The options are checked only if there are any: that imports vLLM."""
+    from ...workers.engines import check_options
+    from ...workers.runner.seams import WINDOW, SeamError, verify
+    from ...workers.runner.vllm_source import installed
+
+    try:
+        source = installed()
+    except ModuleNotFoundError:
+        return
+    try:
+        caveats = verify(source, unproven=settings.engine_unproven)
+        yield Finding("warn" if caveats else "ok", "vllm", "; ".join(caveats) or f"version {source.version}")
+    except SeamError as error:
+        yield Finding("fail", "vllm", str(error), f"install an unchanged build of one of {', '.join(WINDOW)}")
+        return
+    try:
+        for caveat in check_options(settings):
+            yield Finding("warn", "vllm options", caveat, "remove it from the table [engine], or compare its rows yourself")
+    except SettingsError as error:
+        yield Finding("fail", "vllm options", str(error), "docs/engine-options.md lists what is accepted")
 
 
 # --- This machine -----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ _HOSTS = "several machines need `executor = ray`"
 _SPLIT = "it divides a batch's rows between passes or ranks, and edits would reach the wrong rows"
 _STATE = "it changes what a block of the KV cache holds or where it is; kept rows and cached prompts would not match"
 _EXPERTS = "experts or ranks move while requests run"
-_DRAFTS = "drafts are set by Midstream's own settings, which refuse those whose rows are not exact"
 _OFFLOAD = "vLLM and Midstream would wrap the same modules, which is untested"
 _SLEEP = "the hook sites' buffers would leave the device"
 _GENERATION = "Midstream serves models that generate"
@@ -41,9 +40,13 @@ OURS: dict[str, str] = {
     "enable_prefix_caching": "enable_prefix_caching",
     "enforce_eager": "enforce_eager",
     "kv_cache_memory_bytes": "kv_cache_gib (on a CPU; elsewhere num_gpu_blocks)",
+    "enable_lora": "lora_dir",
     "log_config_file": "log_format",
     "log_level": "log_level",
     "logging_config": "log_format",
+    "max_cpu_loras": "max_cpu_loras",
+    "max_lora_rank": "max_lora_rank",
+    "max_loras": "max_loras",
     "max_model_len": "max_model_len",
     "max_num_batched_tokens": "max_num_batched_tokens",
     "max_num_seqs": "max_num_seqs",
@@ -52,8 +55,10 @@ OURS: dict[str, str] = {
     "otlp_traces_endpoint": "otel_endpoint",
     "pipeline_parallel_size": "pipeline_parallel_size",
     "served_model_name": "model_name",
+    "spec_method": "drafter",
+    "spec_model": "draft_model",
     "spec_tokens": "speculative_tokens",
-    "speculative_config": "speculative_tokens",
+    "speculative_config": "drafter (with speculative_tokens and draft_model)",
     "tensor_parallel_size": "tensor_parallel_size",
 }
 
@@ -103,7 +108,6 @@ WRONG: dict[str, str] = {
     "enable_fault_tolerance": _EXPERTS,
     "enable_hc_sp": _SPLIT,
     "enable_log_requests": _NO_EFFECT,
-    "enable_lora": _LORA,
     "enable_mamba_shared_prefix_checkpoint": _STATE,
     "enable_mfu_metrics": _NO_EFFECT,
     "enable_mm_processor_stats": _NO_EFFECT,
@@ -133,10 +137,7 @@ WRONG: dict[str, str] = {
     "mamba_cache_mode": _STATE,
     "master_addr": _HOSTS,
     "master_port": _HOSTS,
-    "max_cpu_loras": _LORA,
     "max_lora_cls_labels": _LORA,
-    "max_lora_rank": _LORA,
-    "max_loras": _LORA,
     "max_num_queued_reqs": "Midstream accepts jobs before the engine sees them: see `queue_limit`",
     "max_num_queued_tokens": "Midstream accepts jobs before the engine sees them: see `queue_limit`",
     "model_class_overrides": "the hook points belong to the class that the checkpoint names",
@@ -167,8 +168,6 @@ WRONG: dict[str, str] = {
     "skip_tokenizer_init": "the API tokenises with the engine's own tokenizer",
     "sleep_mode_offload_cudagraph": _SLEEP,
     "sleep_preserve_parameter_names": _SLEEP,
-    "spec_method": _DRAFTS,
-    "spec_model": _DRAFTS,
     "specialize_active_lora": _LORA,
     "enable_mixed_moe_lora_format": _LORA,
     "enable_moe_shared_loras": _LORA,

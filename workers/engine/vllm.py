@@ -31,15 +31,17 @@ from ...schemas.settings import Settings, SettingsError
 from ...schemas.specs import StoredCapture
 from ...schemas.steering import GlobalSteering, RankSteering
 from ...schemas.version import __version__
+from ..runner import seams
 from ..runner.allowlist import check
 from ..runner.architectures import UnsupportedArchitectureError, describe
 from ..runner.config import Found, PlaneConfig
 from ..runner.consumers import available
-from ..runner.quantisation import UnsupportedQuantisationError, check_kernels, quantisation_of, refuse_gguf
+from ..runner.quantisation import check_kernels, quantisation_of, refuse_gguf
 from ..runner.ring_budget import CapturedRows
 from ..runner.stages import stage_layers
 from .admission import CaptureBudget, StepRows
 from .certificate import Access, certify, keep
+from .checkpoint import check_folder, check_layers
 from .drafts import check_drafter, check_drafts
 from .ends import Ends
 from .identity import BOOT
@@ -77,7 +79,7 @@ class VllmEngine(RankControl):
 
     async def start(self) -> None:
         settings = self._settings
-        caveats = _caveats(settings)
+        caveats = await asyncio.to_thread(_caveats, settings)
         prepare_environment(settings)
         use_all_cores(settings.tensor_parallel_size * settings.pipeline_parallel_size)
         plane = PlaneConfig(
@@ -114,6 +116,7 @@ class VllmEngine(RankControl):
         try:
             await asyncio.to_thread(check_drafter, settings)
             refuse_gguf(settings.model)
+            check_folder(settings)
             asked = await asyncio.to_thread(_engine_args(settings).create_engine_config, UsageContext.ENGINE_CONTEXT)
             asked.scheduler_config.scheduler_cls = scheduler_class(asked)
             check(asked)
@@ -126,6 +129,7 @@ class VllmEngine(RankControl):
                 config.architectures[0], config.hf_config, config.max_model_len
             )  # before any process of the engine starts, for a clear error
             hooks = [hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks]
+            check_layers(config.model, config.hf_text_config, config.get_total_num_hidden_layers())
             self._stages = stage_layers(config.get_total_num_hidden_layers(), settings.pipeline_parallel_size)
             ring = _ring(settings, config, len(hooks), max(map(len, self._stages)))
             plane = msgspec.structs.replace(plane, step_rows=ring.rows if ring else 0, capture_queue_mib=_queue_mib(settings, ring))
@@ -140,7 +144,7 @@ class VllmEngine(RankControl):
             absent = {hook: why for each in found for hook, why in each.absent.items()}
             absent |= {hook: "the setting hooks leaves it out" for hook in found[0].hooks if plane.hooks and hook not in plane.hooks}
             hooks = [hook for hook in hooks if all(hook in each.hooks for each in found)]
-        except (UnsupportedArchitectureError, UnsupportedQuantisationError, SettingsError):
+        except (MidstreamError, SettingsError):  # their own words
             raise
         except Exception as error:
             raise MidstreamError("engine_failed", f"the engine did not start: {in_our_settings(_reason(error))}") from error
@@ -347,10 +351,11 @@ def _reason(error: Exception) -> str:
 
 
 def _caveats(settings: Settings) -> list[str]:
-    """Of unproven options. Raises MidstreamError for those that are refused, before anything of the engine starts."""
+    """Of vLLM's version and of unproven options. Raises MidstreamError for what is refused, before anything of the engine starts."""
     try:
-        return [*accepted(settings).caveats, *([] if settings.certify else [UNCERTIFIED])]
-    except SettingsError as error:
+        options = accepted(settings).caveats
+        return [*seams.verify(unproven=settings.engine_unproven), *options, *([] if settings.certify else [UNCERTIFIED])]
+    except (SettingsError, seams.SeamError) as error:
         raise MidstreamError("engine_failed", f"the engine did not start: {error}") from error
 
 

@@ -14,6 +14,8 @@ import vllm
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 
 from .drafters import refusals
+from .seams import READ, WINDOW
+from .vllm_source import release
 
 _SPLIT = "it divides a batch's rows between passes or ranks"
 _STATE = "it changes what a block of the KV cache holds, or where it is"
@@ -33,6 +35,7 @@ class Rule:
     valid: tuple[Any, ...]
     why: str  # another value is refused
     read: Callable[[VllmConfig], Any] | None = None
+    since: str = ""  # the first version of vLLM that has it; empty: all in `seams.WINDOW`
 
     def value(self, config: VllmConfig) -> Any:
         """The setting's value; a valid one if the section that it belongs to is absent. Raises AttributeError if vLLM has none."""
@@ -47,7 +50,12 @@ class Rule:
 
 
 RULES = (
-    Rule("vllm.__version__", ("0.32.0",), "the adapters are written against this version's runners", lambda _: vllm.__version__),
+    Rule(
+        "vllm.__version__",
+        (*WINDOW, *READ),
+        "the adapters were tested with these versions: docs/vllm-versions.md",
+        lambda _: vllm.__version__.partition("+")[0],
+    ),
     # Rows of a batch
     Rule("parallel_config.enable_dbo", (False,), _SPLIT),
     Rule("parallel_config.ubatch_size", (0, 1), _SPLIT),
@@ -55,7 +63,7 @@ RULES = (
     Rule("parallel_config.decode_context_parallel_size", (1,), _STATE),
     Rule("parallel_config.data_parallel_size", (1,), _SEVERAL),
     Rule("parallel_config.use_sequence_parallel_moe", (False,), _SPLIT),
-    Rule("parallel_config.enable_hc_sp", (False,), _SPLIT),
+    Rule("parallel_config.enable_hc_sp", (False,), _SPLIT, since="0.32.0"),
     Rule("parallel_config.enable_eplb", (False,), "experts move between ranks"),
     Rule("parallel_config.enable_elastic_ep", (False,), "ranks come and go"),
     Rule("parallel_config.enable_fault_tolerance", (False,), "ranks come and go"),
@@ -151,7 +159,8 @@ RULES = (
 
 def check(config: VllmConfig) -> None:
     """Raises UnsupportedConfigurationError that names every setting with another value than those known to be right."""
-    wrong = [line for rule in RULES if (line := _refusal(rule, config))] + refusals(config)
+    known = release(vllm.__version__)
+    wrong = [line for rule in RULES if known >= release(rule.since) and (line := _refusal(rule, config))] + refusals(config)
     if wrong:
         raise UnsupportedConfigurationError("this configuration of vLLM is not supported: " + "; ".join(wrong))
 

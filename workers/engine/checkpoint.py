@@ -1,0 +1,69 @@
+"""Checks a checkpoint's folder before its weights are read: that it has a config, and as many layers as that says."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ...schemas.errors import MidstreamError
+from ...schemas.settings import Settings
+
+#: A weight of a numbered layer, such as `model.layers.3.mlp.up_proj.weight` or `transformer.h.3.ln_1.bias`.
+_OF_LAYER = re.compile(r"^(?P<stack>.*?)\.(?P<number>\d+)\.")
+#: Fields of configs that count layers behind the model's own, which predict further tokens.
+_BEHIND = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+
+
+def check_folder(settings: Settings) -> None:
+    """Raises MidstreamError if `model` is a folder without a config; hub names and files are left to vLLM."""
+    folder = Path(settings.model).expanduser()
+    named = "hf_config_path" in settings.engine_options
+    if folder.is_dir() and not named and not any((folder / name).is_file() for name in ("config.json", "params.json")):
+        raise _refused(f"{folder} has no config.json: `model` is the folder of a checkpoint, with its config, weights and tokenizer")
+    if folder.is_dir() and (folder / "config.json").is_file():
+        try:
+            config = json.loads((folder / "config.json").read_bytes())
+        except ValueError as error:
+            raise _refused(f"{folder / 'config.json'} is not JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise _refused(f"{folder / 'config.json'} is not a JSON object")
+
+
+def check_layers(model: str, config: Any, layers: int) -> None:
+    """Raises MidstreamError if the weights in the folder `model` have another number of layers than the config says.
+
+    `config`: transformers' of the language model. `layers`: vLLM's count of them. Formats other than safetensors, and checkpoints whose
+    weights are not numbered in this way, are left to vLLM.
+    """
+    stacks: dict[str, int] = {}
+    for name in _weight_names(Path(model)):
+        if match := _OF_LAYER.match(name):
+            stacks[match["stack"]] = max(stacks.get(match["stack"], 0), int(match["number"]) + 1)
+    behind = max(int(getattr(config, name, None) or 0) for name in _BEHIND)
+    if stacks and not any(layers <= count <= layers + behind for count in stacks.values()):
+        stack, found = max(stacks.items(), key=lambda each: each[1])
+        raise _refused(
+            f"the config says {layers} layers, and the weights have {found} ({stack}.0 to {stack}.{found - 1}): config and weights "
+            "belong to different checkpoints, or num_hidden_layers is wrong"
+        )
+
+
+def _weight_names(folder: Path) -> Iterable[str]:
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            return list(json.loads(index.read_bytes())["weight_map"])
+        names: list[str] = []
+        for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+            with safe_open(file, framework="np") as weights:
+                names += weights.keys()
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise _refused(f"the weights in {folder} cannot be read: {error}") from error
+    return names
+
+
+def _refused(detail: str) -> MidstreamError:
+    return MidstreamError("invalid_request", detail, field="model")
