@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,9 +46,9 @@ Rows = Mapping[tuple[str, int], np.ndarray]
 class Truth:
     """transformers on a checkpoint, in fp32 and, for bf16, also in bf16."""
 
-    def __init__(self, path: Path, dtype: str):
-        self._truth = Reference(path)
-        self._rounded = Reference(path, DTYPES[dtype]) if dtype != "float32" else None
+    def __init__(self, path: Path, dtype: str, reference: Callable[..., Reference] = Reference):
+        self._truth = reference(path)
+        self._rounded = reference(path, DTYPES[dtype]) if dtype != "float32" else None
         self._distance = _of_median if self._truth.has_router else _of_all
         self.hooks, self.has_router = self._truth.hooks, self._truth.has_router
         self.other_tokens = 0  # generated, in fp32, that transformers does not give the best score, with the same edits

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fidelity import DTYPES, Rows, Truth, _of_all, _relative
+from fidelity import Rows, Truth, _relative
 from reference import Edit, Reference
 from safetensors.torch import load_file, save_file
 from tiny import checkpoint
@@ -333,11 +333,8 @@ class QuantisedTruth(Truth):
     """As `Truth`, of a quantised checkpoint."""
 
     def __init__(self, made: Made, dtype: str):
+        super().__init__(made.dequantised, dtype, lambda _path, rounded=torch.float32: made.reference(rounded))
         self._made = made
-        self._truth = made.reference()
-        self._rounded = made.reference(DTYPES[dtype]) if dtype != "float32" else None
-        self._distance = _of_all
-        self.hooks = self._truth.hooks
 
     def errors(self, got: Rows, tokens: list[int], edits: Sequence[Edit] = ()) -> dict[str, float]:
         """As `Truth.errors`; where activations are rounded, fp32 figures are those of the median row."""
