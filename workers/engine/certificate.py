@@ -73,6 +73,8 @@ async def certify(access: Access, info: ModelInfo, **facts: Any) -> Certificate:
     try:
         await access.call("midstream_certify", ("begin", {}))
         findings, skipped, routed = await _Run(access, info).findings()
+    except MidstreamError as error:
+        raise Uncertified(f"the certification run failed: {error.detail}; certify=false serves the model unproven") from error
     finally:
         await access.call("midstream_certify", ("end", {}))
     hooks = [hook for hook in HOOKS if hook in info.hooks]
@@ -120,7 +122,8 @@ class _Run:
         if length < LEAST:
             least = LEAST + GENERATED + 2
             raise Uncertified(f"max_model_len {info.max_model_len} leaves no room for the certification run, which needs {least}")
-        self._prompt = np.random.default_rng(_SEED).integers(0, info.vocab_size, size=length).tolist()
+        # Special tokens, such as those that stand for images, are at either end of a vocabulary.
+        self._prompt = np.random.default_rng(_SEED).integers(info.vocab_size // 8, info.vocab_size // 2, size=length).tolist()
         self._first = length - 1
         self._compared = sorted({1, length // 2, length - 2, length - 1})
         self._generated: list[int] = []

@@ -33,7 +33,7 @@ from .laws import (
     judge_same,
     rowwise,
 )
-from .sites import held_layers, without_sites
+from .sites import decoder, held_layers, without_sites
 
 if TYPE_CHECKING:
     from .architectures import Adapter
@@ -130,7 +130,7 @@ class Certifier:
         self._dtype: torch.dtype = config.model_config.dtype
         self._kept = Kept()
         self._layers = dict(held_layers(self._model, adapter))
-        self._parent = self._model.get_submodule(adapter.layers.rpartition(".")[0])
+        self._parent = decoder(self._model, adapter)
         self._routed = any("moe" in type(module).__name__.lower() for module in self._model.modules())
         eps = torch.finfo(self._dtype).eps
         self._shape = Shape([hook for hook in HOOKS if hook in hooks], eps, lambda layer: adapter.of(layer).laws, self._routed)

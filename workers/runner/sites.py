@@ -139,7 +139,7 @@ def _lead(sites: Sequence[Site], adapter: Adapter, hooks: Sequence[Hook], *, nex
 
 def read_between_layers(model: nn.Module, adapter: Adapter) -> tuple[int, ...]:
     """After how many layers the model keeps the stream (for EAGLE-3): it must not see the edits of the layer behind."""
-    return tuple(getattr(_decoder(model, adapter), "aux_hidden_state_layers", ()))
+    return tuple(getattr(decoder(model, adapter), "aux_hidden_state_layers", ()))
 
 
 def has_sites(module: nn.Module) -> bool:
@@ -155,11 +155,11 @@ def language_model(model: nn.Module) -> nn.Module:
 
 def held_layers(model: nn.Module, adapter: Adapter) -> list[tuple[int, nn.Module]]:
     """(absolute number, decoder layer) of those that this rank holds; those of other pipeline stages are placeholders."""
-    layers = _submodule(_decoder(model, adapter), adapter.layers.rpartition(".")[2], adapter)
+    layers = _submodule(decoder(model, adapter), adapter.layers.rpartition(".")[2], adapter)
     return [(number, layer) for number, layer in enumerate(layers) if not isinstance(layer, nn.Identity)]
 
 
-def _decoder(model: nn.Module, adapter: Adapter) -> nn.Module:
+def decoder(model: nn.Module, adapter: Adapter) -> nn.Module:
     """The module whose forward runs the decoder layers. Some language models are that alone, and their head is above."""
     below, (path, _, layers) = language_model(model), adapter.layers.rpartition(".")
     decoder: nn.Module = below if hasattr(below, layers) else _submodule(below, path, adapter)
