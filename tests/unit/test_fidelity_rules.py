@@ -199,7 +199,7 @@ def test_what_the_walk_found_to_differ_is_refused_with_the_reason(architecture: 
 def test_what_differs_on_a_cpu_only_is_served_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fidelity, "_on_cpu", lambda: False)
     for name, config in (("Lfm2ForCausalLM", transformers.Lfm2Config()), ("DeepseekV3ForCausalLM", transformers.DeepseekV3Config())):
-        assert describe(name, config, 5000).caveats == ()
+        assert set(describe(name, config, 5000).caveats) <= {fidelity.NOT_COMPARED}
 
 
 def test_a_least_time_step_is_a_caveat() -> None:

@@ -13,12 +13,22 @@ from families import FAMILIES
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from midstream.workers.runner.architectures import describe
+from midstream.workers.runner.fidelity import NOT_COMPARED
+
 FOUND = results.read()
 
 
 def test_the_page_has_the_results_of_the_walk() -> None:
     text = page.PAGE.read_text()
     assert page.rewritten(text, FOUND) == text
+
+
+def test_what_was_not_compared_is_served_with_a_caveat() -> None:
+    assert page.COMPARED.read_text() == page.compared(FOUND)
+    compared = configs.tiny_config("Glm4ForCausalLM")
+    assert describe("Glm4ForCausalLM", compared).caveats == ()
+    assert describe("NobodysForCausalLM", compared).caveats == (NOT_COMPARED,)
 
 
 def test_sixty_classes_and_every_named_family_equal_transformers() -> None:

@@ -7,7 +7,11 @@ from pathlib import Path
 
 from results import Result, in_our_words
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+from midstream.workers.runner.fidelity import NOT_COMPARED
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "models.md"
+COMPARED = ROOT / "workers" / "runner" / "compared.py"
 BEGIN, END = "<!-- written by `make walk` -->", "<!-- end of the part written by `make walk` -->"
 BACKEND = "Transformers backend"
 NO_CLASS = "LookupError"
@@ -15,8 +19,18 @@ HEAD = ("| class | served by | hooks | worst figure | notes |", "|---|---|---|--
 
 
 def write(results: Mapping[str, Result]) -> None:
-    """Bring the page up to date."""
+    """Bring the page up to date, and the list of what was compared."""
     PAGE.write_text(rewritten(PAGE.read_text(), results))
+    COMPARED.write_text(compared(results))
+
+
+def compared(results: Mapping[str, Result]) -> str:
+    """The module of the classes whose rows equal transformers'."""
+    names = "".join(f'        "{result.name}",\n' for result in results.values() if result.outcome == "served")
+    return (
+        f'"""Architectures whose rows were compared with transformers\', and are equal; `make walk` writes this list."""\n\n'
+        f"COMPARED: frozenset[str] = frozenset(\n    {{\n{names}    }}\n)\n"
+    )
 
 
 def rewritten(text: str, results: Mapping[str, Result]) -> str:
@@ -62,7 +76,11 @@ def _lines(results: Mapping[str, Result]) -> Iterable[str]:
 
 def _served(result: Result) -> str:
     hooks = "all" if not result.absent else ", ".join(f"`{hook}`" for hook in result.hooks)
-    notes = [*(f"no `{hook}`: {why}" for hook, why in result.absent.items()), *result.caveats, *([result.note] if result.note else [])]
+    notes = [
+        *(f"no `{hook}`: {why}" for hook, why in result.absent.items()),
+        *(each for each in result.caveats if each != NOT_COMPARED),
+        *([result.note] if result.note else []),
+    ]
     figure = "" if result.figure is None else f"{result.figure:.1e}" if result.dtype == "float32" else f"{result.figure:.2f} (bf16)"
     return f"| `{result.name}` | {result.served_by} | {hooks} | {figure} | {_cell('; '.join(notes))} |"
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from ...schemas.errors import MidstreamError
 from ...schemas.selectors import HOOKS, Hook
-from .fidelity import DifferentNumbersError, caveats
+from .compared import COMPARED
+from .fidelity import NOT_COMPARED, DifferentNumbersError, caveats
 from .taps import Law, Tap, Taps
 
 
@@ -235,6 +236,8 @@ def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapt
         found = caveats(language_model, config, max_model_len, backend=variant.backend, sections=text_type in THREE_POSITIONS)
     except DifferentNumbersError as error:
         raise UnsupportedArchitectureError(f"{architecture}: {error}") from error
+    if architecture not in ARCHITECTURES and architecture not in COMPARED:
+        found = (*found, NOT_COMPARED)
     if text_type in DEEPSTACK:
         variant = replace(variant, hands_on=False)
     return Adapter(architecture, variant, config.hidden_size, config.num_hidden_layers, found)

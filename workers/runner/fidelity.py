@@ -49,6 +49,8 @@ _BACKEND = (
     Rule("logit_scale", (None, 1.0), _BACKEND_READS),
 )
 
+#: Of an architecture that is in neither table nor `compared`.
+NOT_COMPARED = "no rows of this architecture were compared with transformers': its hook points are proven by what they add up to"
 #: Of every architecture.
 EVERYWHERE: tuple[Rule, ...] = (
     Rule("is_causal", (None, True), "prompt tokens would attend to later tokens, which a served model has not computed yet"),
