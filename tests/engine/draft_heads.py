@@ -71,21 +71,6 @@ def glm4_moe(path: Path) -> Path:
     return _with_next_layer(Checkpoint("Glm4MoeForCausalLM", "Glm4MoeConfig", _GROUPED | _EXPERTS | heads), path)
 
 
-def deepseek_v3(path: Path) -> Path:
-    """DeepSeek V3, with latent attention and experts."""
-    # The only sizes of vLLM's CPU kernel, and a rope that it computes as transformers does.
-    ranks = {"kv_lora_rank": 512, "q_lora_rank": 48, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "mscale": 0.7, "mscale_all_dim": 0.7}
-    heads = {
-        "num_key_value_heads": 4,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-        "rope_parameters": rope | {"rope_theta": 10000.0},
-    }
-    return _with_next_layer(Checkpoint("DeepseekV3ForCausalLM", "DeepseekV3Config", _GROUPED | _EXPERTS | ranks | heads), path)
-
-
 def _with_next_layer(made: Checkpoint, path: Path) -> Path:
     """The checkpoint with a layer more, which transformers does not read, and which proposes the last token again."""
     if (path / "config.json").exists():

@@ -1,12 +1,13 @@
 """With every drafter, tokens, rows, edits and receipts are those of a request without drafts. fp32."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from draft_heads import AUX_LAYERS, deepseek_v3, eagle3_head, echo_target, glm4_moe, mimo
+from draft_heads import AUX_LAYERS, eagle3_head, echo_target, glm4_moe, mimo
 from host import Host, capture_of, prompt_of, relative_error, steer
 from nursery import Nursery
 from reference import Edit, Reference
@@ -15,9 +16,12 @@ from test_reentry import ask, base_run, cell, graded
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_LOGPROBS, FP32_ROWS
 
+from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job
 from midstream.schemas.selectors import HOOKS, Window
+from midstream.schemas.settings import Settings
 from midstream.schemas.specs import Grade
+from midstream.workers.engine.vllm import VllmEngine
 
 ALL = list(range(LAYERS))
 EVERYTHING = capture_of([], "all", sites={hook: ALL for hook in HOOKS})
@@ -28,7 +32,6 @@ TARGETS: dict[str, Callable[[Path], Path]] = {
     "eagle3": echo_target,
     "mtp-mimo": mimo,
     "mtp-glm4-moe": glm4_moe,
-    "mtp-deepseek-v3": deepseek_v3,
 }
 #: One runs in every test run, the others in the long ones.
 USUAL = ("v1", "eagle3")
@@ -290,3 +293,51 @@ def test_what_an_eagle3_head_reads_are_our_rows(drafting: Drafting) -> None:
         ours = reader.array(layer, hook)
         theirs = np.stack([read[position][number * HIDDEN : (number + 1) * HIDDEN] for position in positions])
         assert np.array_equal(ours, theirs), (AUX_LAYERS[number], relative_error(ours, theirs))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("split", "drafter"), [("tensor_parallel_size", "eagle3"), ("pipeline_parallel_size", "ngram")])
+def test_two_ranks_agree_on_tokens_rows_and_receipts(split: str, drafter: str, two_ranks: None, tmp_path: Path) -> None:
+    target = echo_target(tmp_path / "target")
+    head = {"draft_model": str(eagle3_head(tmp_path / "head", target))} if drafter == "eagle3" else {}
+    (tmp_path / "engine").mkdir()
+    host = Host(tmp_path / "engine", target, speculative_tokens=DRAFTS, drafter=drafter, max_model_len=256, **head, **{split: 2})
+    try:
+        reference, edit = Reference(target), Edit(2, vector(3), [37, 41, 42, 43], "mlp_out", "replace")
+        job = host.job(prompt(6), max_tokens=24, capture=EVERYTHING, steering=host.steering(edit))
+        tokens, steps, _ = counted(host, job)
+        fed = (prompt(6) + tokens[job.id])[:-1]
+        rows, reader = reference.rows(fed, [edit]), host.capture(job)
+        assert tokens[job.id] == np.argmax(reference.logits[35:], axis=-1).tolist()
+        assert reader.token_ids(0) == fed
+        assert all(relative_error(reader.array(layer, hook), right) <= FP32_ROWS for (hook, layer), right in rows.items())
+        assert [receipt.status for receipt in host.receipts(job)] == ["ok", "ok"]
+        assert len({(receipt.checksum, receipt.actions, receipt.step) for receipt in host.receipts(job)}) == 1
+        assert steps < 24, "drafts were accepted"
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 1024}, "is of a model with vocab_size 1024, valid: 512"),
+        ({"target_hidden_size": 128}, "is of a model with hidden_size 128, valid: 64"),
+    ],
+)
+def test_a_head_of_another_model_is_refused_before_the_engine_starts(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    target = echo_target(tmp_path / "target")
+    head = eagle3_head(tmp_path / "head", target, **options)
+    settings = Settings(
+        model=str(target), data_dir=str(tmp_path), dtype="float32", speculative_tokens=2, drafter="eagle3", draft_model=str(head)
+    )
+    with pytest.raises(MidstreamError, match=message):
+        asyncio.run(VllmEngine(settings).start())
+
+
+@pytest.mark.long
+def test_a_head_that_reads_layers_that_are_not_there_is_refused_when_it_is_loaded(nursery: Nursery, tmp_path: Path) -> None:
+    target = echo_target(tmp_path / "target")
+    head = eagle3_head(tmp_path / "head", target, eagle_aux_hidden_state_layer_ids=[1, 3, 9])
+    with pytest.raises(AssertionError, match=r"the drafter reads the stream after layers \(1, 3, 9\), valid: 0 to 4"):
+        nursery.host(tmp_path / "engine", target, speculative_tokens=2, drafter="eagle3", draft_model=str(head))

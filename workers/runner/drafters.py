@@ -68,7 +68,7 @@ _OLD_NAME = Method("vLLM calls it `mtp` now")
 METHODS: Mapping[str, Method] = {
     "ngram": Method(),
     "eagle3": Method(conditions=_OF_HEADS, drafters=frozenset(_LLAMA_HEAD)),
-    "mtp": Method(conditions=_OF_HEADS, drafters=frozenset({"DeepSeekMTPModel", "Glm4MoeMTPModel", "MiMoMTPModel"})),
+    "mtp": Method(conditions=_OF_HEADS, drafters=frozenset({"Glm4MoeMTPModel", "MiMoMTPModel"})),
     "ngram_gpu": Method("`ngram` finds the same drafts; with this name, vLLM would overlap steps"),
     "eagle": Method(f"heads before EAGLE-3: {_UNTESTED}"),
     "medusa": Method(f"the v2 runner has no Medusa heads; on the v1 runner, {_UNTESTED}"),
