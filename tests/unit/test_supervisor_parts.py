@@ -108,6 +108,18 @@ def test_a_folder_without_a_checkpoint_is_refused_by_the_settings_name(tmp_path:
         prepare(Settings(model=str(tmp_path)), tmp_path, print)
 
 
+def test_a_draft_models_folder_is_made_absolute_and_must_hold_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "head").mkdir()
+    with pytest.raises(SettingsError, match=r"draft_model='\./head': no checkpoint found"):
+        prepare(Settings(engine="fake", draft_model="./head", api_port=0, flower_port=0), tmp_path, print)
+    (tmp_path / "head" / "config.json").write_text("{}")
+    settings = prepare(Settings(engine="fake", draft_model="./head", api_port=0, flower_port=0), tmp_path, print)
+    assert settings.draft_model == str(tmp_path / "head")
+    there = Settings(model=str(tmp_path), draft_model="org/head")
+    assert child_environment(there).get("HF_HUB_OFFLINE") == os.environ.get("HF_HUB_OFFLINE"), "the hub has the head"
+
+
 # --- One child ---
 
 
