@@ -132,7 +132,7 @@ def test_a_head_that_does_not_fit_is_refused(alter: dict[str, Any], message: str
     ("section", "value", "message"),
     [
         ("model_config.is_hybrid", True, "layers with a state"),
-        ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size with the drafter eagle3"),
+        ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size with speculative_config is 2, valid: 1"),
     ],
 )
 def test_a_model_that_a_head_cannot_serve_is_refused(section: str, value: Any, message: str) -> None:

@@ -109,6 +109,8 @@ def refusals(config: VllmConfig) -> list[str]:
             "speculative_config with scheduler_config.async_scheduling is True, valid: False "
             "(positions are known only on the GPU, where drafts are rejected)"
         )
+    if (stages := config.parallel_config.pipeline_parallel_size) != 1:
+        found.append(f"parallel_config.pipeline_parallel_size with speculative_config is {stages}, valid: 1 (untested)")
     for condition in (*CONDITIONS, *method.conditions):
         if not hasattr(drafting, condition.field):
             found.append(f"speculative_config.{condition.field} is not a setting of this vLLM")
@@ -129,8 +131,6 @@ def _of_model(config: VllmConfig, method: Method) -> list[str]:
     ranks = config.parallel_config.tensor_parallel_size
     if drafting.draft_tensor_parallel_size != ranks:
         found.append(f"speculative_config.draft_tensor_parallel_size is {drafting.draft_tensor_parallel_size}, valid: {ranks} (untested)")
-    if config.parallel_config.pipeline_parallel_size != 1:
-        found.append(f"parallel_config.pipeline_parallel_size with the drafter {drafting.method} is not 1, valid: 1 (untested)")
     if target.is_hybrid or target.is_attention_free:
         found.append(f"the model has layers with a state, which rejected drafts change, valid with it: no drafter {drafting.method}")
     head = drafting.draft_model_config.hf_config
