@@ -42,14 +42,6 @@ REASONS: tuple[tuple[str, str], ...] = (
         r"attention heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\)",
         "the setting tensor_parallel_size={2} does not divide the model's {1} attention heads",
     ),
-    (
-        r"Unsupported speculative method: 'mtp'",
-        "the setting drafter=mtp does not fit this model: vLLM has no MTP layers for its architecture",
-    ),
-    (
-        r"num_speculative_tokens:(\d+) must be divisible by n_predict=(\d+)",
-        "the setting speculative_tokens={1} is not a multiple of the {2} tokens that the model's MTP layers predict",
-    ),
 )
 
 

@@ -23,8 +23,6 @@ SAID = {
     "(max_position_embeddings=8192.0 or model_max_length=8192 in model's config.json).": "max_model_len=1000000 exceeds the model",
     "max_num_batched_tokens (16) must be greater than or equal to max_num_seqs (64).": "max_num_batched_tokens=16 is less than",
     "Total number of attention heads (9) must be divisible by tensor parallel size (7).": "tensor_parallel_size=7 does not divide",
-    "Value error, Unsupported speculative method: 'mtp'": "drafter=mtp does not fit this model",
-    "Value error, num_speculative_tokens:3 must be divisible by n_predict=2": "speculative_tokens=3 is not a multiple of the 2 tokens",
 }
 
 
