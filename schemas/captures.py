@@ -5,6 +5,7 @@ from pathlib import PurePosixPath
 import msgspec
 
 from .base import Record
+from .images import ImageSpan
 from .loras import LoraUse
 from .specs import CaptureStatus
 
@@ -61,6 +62,7 @@ class Manifest(msgspec.Struct):
     requests: int = 0  # how many of the job's prompts have a capture under this tag; 0: unknown
     num_layers: int = 0  # of the whole model, for negative layers; 0: written by an older version
     caveats: list[str] = []  # in what rows of this model, as it was served, may differ from transformers'
+    images: list[ImageSpan] = []  # of the prompt: positions `[start, stop)` of each, in order
     non_finite: int = 0  # rows of this blob with values that are not finite: the model gave them, or `dtype` does not hold them
     lora: LoraUse | None = None  # adapter that the rows were computed with
 
@@ -96,6 +98,7 @@ class ManifestFile(Record):
     token_ids: list[int]  # the token at each position
     reused: int = 0
     dropped: list[int] = []
+    images: list[ImageSpan] = []  # of the prompt: positions `[start, stop)` of each, in order
     non_finite: int = 0  # rows with values that are not finite
 
 

@@ -12,7 +12,7 @@ from .errors import NO_FIELD, MidstreamError, invalid, misfit, shortened
 from .handling import Priority
 from .interventions import SteeringOp
 from .keys import SCOPES
-from .selectors import ALIASES, HOOKS, PositionName
+from .selectors import ALIASES, HOOKS, RequestedName
 from .specs import At, Layout
 from .states import CallbackEvent
 from .sweeps import Ablation, Alignment, Direction, Metric
@@ -23,15 +23,15 @@ PROMPT_POSITIONS = ("all_prompt", "last_prompt")
 NAMES: dict[str, tuple[str, ...]] = {
     "capture.hook": HOOKS,
     "capture.hooks": HOOKS,
-    "capture.positions": get_args(PositionName),
+    "capture.positions": get_args(RequestedName),
     "capture.at": get_args(At),
     "capture.dtype": get_args(RowDType),
     "capture.layout": get_args(Layout),
     "steering.hook": HOOKS,
-    "steering.positions": get_args(PositionName),
+    "steering.positions": get_args(RequestedName),
     "steering.op": get_args(SteeringOp),
     "patch.hook": HOOKS,
-    "patch.positions": get_args(PositionName),
+    "patch.positions": get_args(RequestedName),
     "hooks": HOOKS,
     "metric": get_args(Metric),
     "scopes": SCOPES,

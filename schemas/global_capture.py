@@ -11,7 +11,7 @@ from typing import cast, get_args
 import msgspec
 
 from .choices import suggestion
-from .selectors import HOOKS, Alias, Hook, HookName, LayerSelector, PositionName, resolve_sites, written_range
+from .selectors import HOOKS, Alias, Hook, HookName, LayerSelector, RequestedName, resolve_sites, written_range
 from .settings import Settings, SettingsError
 from .specs import CaptureSpec
 
@@ -19,6 +19,7 @@ from .specs import CaptureSpec
 HOOK_NAMES = (*HOOKS, *get_args(Alias))
 #: A separator that is followed by a name; other commas separate layers.
 _BEFORE_HOOK = re.compile(r"[;,]\s*(?=[A-Za-z_])|;")
+_IMAGE = re.compile(r"image:(-?[0-9]{1,4})")
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
@@ -49,6 +50,8 @@ def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> lis
         return []
     hooks = parse_hooks(text)
     fields = {"hooks": hooks, "positions": parse_positions(positions), "tag": tag}
+    if positions.strip().partition(":")[0] == "image":
+        raise ValueError("positions of images are not valid here: few prompts have one")
     try:
         return [msgspec.convert(fields, CaptureSpec)]
     except msgspec.ValidationError as error:
@@ -73,15 +76,17 @@ def parse_hooks(text: str, layers: LayerSelector = "all") -> dict[HookName, Laye
     return hooks
 
 
-def parse_positions(text: str) -> PositionName | dict[str, int] | list[int | dict[str, int]]:
-    """A name, `0,5,-1`, or a range: `5:9`, `5:` to the end. Raises ValueError."""
+def parse_positions(text: str) -> RequestedName | dict[str, int] | list[int | dict[str, int]]:
+    """A name, `image:0`, `0,5,-1`, or a range: `5:9`, `5:` to the end. Raises ValueError."""
     text = text.strip()
-    if text in get_args(PositionName):
-        return cast(PositionName, text)
+    if text in get_args(RequestedName):
+        return cast(RequestedName, text)
+    if image := _IMAGE.fullmatch(text):
+        return {"image": int(image[1])}
     if alone := written_range(text):
         return alone
     parts = [part.strip() for part in text.split(",")]
     if not all(written_range(part) or _NUMBER.fullmatch(part) for part in parts):
-        names = ", ".join(get_args(PositionName))
+        names = ", ".join(get_args(RequestedName))
         raise ValueError(f"{text[:40]!r} is not a position selector: use {names}, numbers such as 0,5,-1, or a range such as 5:9 or 5:")
     return [written_range(part) or int(part) for part in parts]

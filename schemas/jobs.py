@@ -10,6 +10,7 @@ from .base import Record
 from .chat import Conversation
 from .errors import Problem
 from .handling import Callback, Priority
+from .images import ImageRef
 from .keys import DEFAULT_TENANT
 from .limits import MAX_INT64, MAX_PROMPTS, MAX_STOP_TEXT, MAX_STOP_TOKENS, MAX_STOPS, Count, Index, Metadata, Name, Text, TokenIds
 from .loras import Adapted, LoraUse, StoredLora
@@ -70,6 +71,7 @@ class StoredPrompt(Record, omit_defaults=True):
 
     token_ids: list[int]
     text: str | None = None
+    images: list[ImageRef] = []  # with them the prompt is stored as written: see `schemas.images`
 
 
 class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached property; what is not used, older workers need not know
@@ -97,6 +99,7 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     callback: Callback | None = None
     trace: str = ""  # W3C traceparent of its submission; empty: not traced
     lora: StoredLora | None = None  # adapter that all its requests are computed with
+    fills: bool = False  # of prompts with images: generate as long as the model's length allows, which `sampling.max_tokens` exceeds
 
     @property
     def wants_receipts(self) -> bool:

@@ -45,6 +45,12 @@ MAX_STOP_TEXT = 256
 MAX_STOP_TOKENS = 256  # `stop_token_ids`
 MAX_UNSERVED = 1024  # bytes of an OpenAI field that is accepted only at the value that asks for nothing
 
+# --- Images ------------------------------------------------------------------------------------------------------------
+
+MAX_IMAGE_TEXT = 1 << 24  # characters of an image's `data:` URL; `max_body_mib` limits all of them together
+MAX_IMAGE_PIXELS = 1 << 25  # width × height of an image
+MAX_IMAGE = 1023  # the largest number of an image of a prompt, counted from either end
+
 # --- Layers, positions, dimensions -------------------------------------------------------------------------------------
 
 MAX_LAYER = 10**6  # the largest number of a layer or dimension, counted from either end

@@ -34,7 +34,10 @@ class ModelInfo(Published):
     global_captures: list[CaptureSpec] = []  # taken of every request
     grades: bool = False  # ranks answer `RankSpec.grade`: sweeps can run
     absent: dict[str, str] = {}  # hook that does not exist → why
-    multimodal: bool = False
+    multimodal: bool = False  # takes images, here or elsewhere
+    images: int = 0  # of a prompt, at most; 0: it takes none here
+    images_refused: str = ""  # why it takes none
+    image_placeholder: list[int] = []  # token ids of an image in a prompt as its chat template writes it
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint
     quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
     lora: LoraSupport | None = None  # None: no adapters are served
@@ -54,6 +57,7 @@ class TokenizerBundle(Record):
     chat_template: str | None
     special_tokens: dict[str, str]  # bos_token, eos_token, … for the chat template
     eos_token_ids: list[int]
+    parts: bool = False  # the chat template reads a message's content as a list of parts, of which text is one
 
 
 def encode_bundle(bundle: TokenizerBundle) -> tuple[str, bytes]:

@@ -9,7 +9,8 @@ from typing import Annotated, Literal, Protocol, cast, get_args
 import msgspec
 
 from .base import Record
-from .limits import MAX_DIMENSIONS, MAX_LAYER, MAX_LAYER_TEXT, MAX_LAYERS, MAX_POSITIONS, MAX_SPAN_TEXT
+from .images import MAX_IMAGE_TOKENS, ImageRef, inside
+from .limits import MAX_DIMENSIONS, MAX_IMAGE, MAX_LAYER, MAX_LAYER_TEXT, MAX_LAYERS, MAX_POSITIONS, MAX_SPAN_TEXT
 
 
 class SelectorError(ValueError):
@@ -73,6 +74,8 @@ _LAYERS = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
 
 #: Named position sets; anything else is a list of absolute token positions, negative from the prompt's end.
 PositionName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
+#: As users name them; `image`: the tokens of all images of the prompt.
+RequestedName = Literal["last_prompt", "all_prompt", "all_generated", "all", "image"]
 #: Whatever a request may ever have.
 Place = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)]
 
@@ -89,20 +92,26 @@ PositionSelector = PositionName | list[int] | Window
 
 
 class Span(Record):
-    """Consecutive tokens: by their text, or by their positions.
+    """Consecutive tokens: by their text, by their positions, or those of an image.
 
     By `text`: every prompt token that overlaps an occurrence of it in the prompt's text. `occurrence`: 0 the first, 1 the
     second, …, negative from the last; null: all of them.
     By position: from `start` (null: the first) up to but not including `stop` (null: to the end, with all that is
     generated). Negative positions count from the prompt's end; positions of generated tokens follow those of the prompt.
+    By `image`: the tokens of an image of the prompt, by its number (negative from the last), or of `all`; of each only those from
+    `start` up to `stop` where both are given, counted from its first.
     """
 
     text: Annotated[str, msgspec.Meta(max_length=MAX_SPAN_TEXT)] | None = None
     occurrence: Place | None = 0
     start: Place | None = None
     stop: Place | None = None
+    image: Annotated[int, msgspec.Meta(ge=-MAX_IMAGE - 1, le=MAX_IMAGE)] | Literal["all"] | None = None
 
     def __post_init__(self) -> None:
+        if self.image is not None:
+            self._check_image()
+            return
         if self.is_range == (self.text is not None) or (self.is_range and self.occurrence != 0):
             raise ValueError("a span is either `text` (with `occurrence`) or a range of positions with `start`, `stop` or both")
         if self.text == "":
@@ -111,13 +120,19 @@ class Span(Record):
         if stop is not None and first >= stop and (first < 0) == (stop < 0):
             raise ValueError(f"the range from {first} up to {stop} is empty: `stop` is exclusive")
 
+    def _check_image(self) -> None:
+        if self.text is not None or self.occurrence != 0 or (self.start is None) != (self.stop is None):
+            raise ValueError("a span of an image has `image`, and either both of `start` and `stop` or none")
+        if self.start is not None and self.stop is not None and not 0 <= self.start < self.stop <= MAX_IMAGE_TOKENS:
+            raise ValueError(f"tokens {self.start} up to {self.stop} of an image: `start` is 0 or more, and less than `stop`")
+
     @property
     def is_range(self) -> bool:
-        return self.start is not None or self.stop is not None
+        return self.image is None and (self.start is not None or self.stop is not None)
 
 
 #: As users write it: a name, positions and spans in any mixture, or one span.
-RequestedPositions = PositionName | Annotated[list[Place | Span], msgspec.Meta(max_length=MAX_POSITIONS)] | Span
+RequestedPositions = RequestedName | Annotated[list[Place | Span], msgspec.Meta(max_length=MAX_POSITIONS)] | Span
 _RANGE = re.compile(r"(-?[0-9]{1,9})?:(-?[0-9]{1,9})?")
 
 
@@ -214,14 +229,21 @@ def no_text(span: Span) -> list[int]:
     raise SelectorError("a text span needs a prompt given as text, not as token ids")
 
 
-def resolve_positions(asked: RequestedPositions, prompt_tokens: int, find: SpanFinder = no_text) -> PositionSelector:
+def resolve_positions(
+    asked: RequestedPositions, prompt_tokens: int, find: SpanFinder = no_text, images: Sequence[ImageRef] = ()
+) -> PositionSelector:
     """A name is kept, one range becomes a window; positions and spans become sorted unique positions, each inside the prompt.
 
+    With `images` these are places in the prompt as written, see `schemas.images`.
     Raises SelectorError for a position outside `[-prompt_tokens, prompt_tokens)`, a span that is not there, an empty list or
     range, or a range in a list that does not end in the prompt.
     """
+    if asked == "image":
+        return _of_images(Span(image="all"), images, "")
     if isinstance(asked, str):
         return asked
+    if isinstance(asked, Span) and asked.image is not None:
+        return _of_images(asked, images, ".image")
     if isinstance(asked, Span):
         return _window(asked, prompt_tokens, "") if asked.is_range else sorted(_span(asked, find, ""))
     if not asked:
@@ -230,7 +252,9 @@ def resolve_positions(asked: RequestedPositions, prompt_tokens: int, find: SpanF
     ranges: list[range] = []
     for index, item in enumerate(asked):
         if isinstance(item, Span):
-            if item.is_range:
+            if item.image is not None:
+                positions.update(_of_images(item, images, f"[{index}].image"))
+            elif item.is_range:
                 ranges.append(_inside(_window(item, prompt_tokens, f"[{index}]"), prompt_tokens, f"[{index}]"))
             else:
                 positions.update(_span(item, find, f"[{index}]"))
@@ -241,6 +265,19 @@ def resolve_positions(asked: RequestedPositions, prompt_tokens: int, find: SpanF
         positions.add(item if item >= 0 else item + prompt_tokens)  # numbers are shared by all prompts
     positions.update(joined(ranges))
     return sorted(positions)
+
+
+def _of_images(span: Span, images: Sequence[ImageRef], at: str) -> list[int]:
+    """The places of images' tokens, ascending. Raises SelectorError."""
+    if not images:
+        raise SelectorError("the prompt has no image", at)
+    number = span.image
+    if isinstance(number, int) and not -len(images) <= number < len(images):
+        raise SelectorError(f"image {number} is out of range: the prompt has images 0 to {len(images) - 1}", at)
+    chosen = range(len(images)) if not isinstance(number, int) else [number % len(images)]
+    if span.start is None or span.stop is None:
+        return [place for image in chosen for place in range(images[image].start, images[image].stop)]
+    return [inside(image, token) for image in chosen for token in range(span.start, span.stop)]
 
 
 def _window(span: Span, prompt_tokens: int, at: str) -> Window:

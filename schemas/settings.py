@@ -13,6 +13,7 @@ import msgspec
 
 from .base import Record, to_json
 from .dtypes import DType
+from .limits import MAX_IMAGE
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -75,6 +76,7 @@ class Settings(Record):
     max_num_batched_tokens: Count = 2048  # tokens in one engine step
     enable_prefix_caching: bool = True
     prefix_cache_scope: Literal["shared", "tenant"] = "shared"  # `tenant`: requests reuse only blocks of the same tenant
+    images_per_prompt: Annotated[int, msgspec.Meta(ge=0, le=MAX_IMAGE + 1)] = 4  # 0: text only, and no image encoder is loaded
     speculative_tokens: Natural = 0  # draft tokens of a request in one engine step; 0: none
     drafter: Literal["ngram", "eagle3", "mtp"] = "ngram"  # who drafts: a look-up in the text, a head of its own, the model's own MTP layers
     draft_model: str = ""  # the EAGLE-3 head: a checkpoint folder or hub name

@@ -8,6 +8,7 @@ import msgspec
 
 from .base import Record
 from .dtypes import ITEM_BYTES, RowDType
+from .images import ImageSpan
 from .interventions import FAMILY, MEANINGS, Family, SteeringOp
 from .limits import MAX_CONSUMERS, MAX_ENTRIES, MAX_HOOKS, MAX_MODULE_NAME, MAX_POSITIONS, MAX_TAG, Count, Index, Name
 from .loras import LoraUse
@@ -287,6 +288,7 @@ class RankSpec(Record):
     trace: str = ""  # W3C traceparent of the attempt: goes into the receipts
     lora: LoraUse | None = None  # adapter that its rows are computed with
     chunk: int = 0  # tokens in one step, at most, where the engine can split a prefill; 0: as many as fit
+    images: list[ImageSpan] = []  # of the prompt
 
     @property
     def key(self) -> str:

@@ -16,13 +16,16 @@ import msgspec
 from ...schemas.base import now
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.handling import Handling, callback_of
+from ...schemas.images import digest_of
 from ...schemas.jobs import Job, Sampling, StoredPrompt
 from ...schemas.keys import EVERYBODY, Caller, scoped
 from ...schemas.loras import StoredLora
 from ...schemas.models import ModelInfo
-from ...schemas.selectors import DimensionSelector, LayerSelector, RequestedPositions, Span, parts_of
+from ...schemas.selectors import DimensionSelector, LayerSelector, RequestedPositions, Span, no_text, parts_of
 from ...schemas.specs import PatchSpec, StoredCapture, StoredSteering
 from .captures import Bounds, PromptFacts, has_text, resolve_captures
+from .images import check_number as check_number_of_images
+from .images import placed
 from .model_state import NOTHING, ModelState
 from .patches import runs_of
 from .request_parsing import ParsedPrompt, ParsedRequest
@@ -41,7 +44,7 @@ EMPTY_ONCE_TOKENISED = "has no tokens: a prompt needs at least one"
 
 @dataclass(frozen=True)
 class Admitted:
-    """A job that can be submitted, and the vectors it names: content hash → MessagePack `Tensor`, and those of named modules."""
+    """A job that can be submitted, and what it names by content hash: MessagePack `Tensor`s and images; and tensors of named modules."""
 
     job: Job
     blobs: dict[str, bytes]
@@ -70,11 +73,12 @@ async def tokenise(prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: Cod
             stored.append(StoredPrompt(token_ids=ids, text=text))
         elif prompt.is_conversation:
             await asyncio.sleep(0)  # there may be thousands of short ones
+            check_number_of_images(prompt.images, prompt.field, model)
             try:
                 ids, text = await codec.encode_chat([message for message in prompt.value if isinstance(message, dict)])
             except TooLong as error:
                 raise too_long(error, prompt.field, model) from None
-            stored.append(StoredPrompt(token_ids=ids, text=text))
+            stored.append(StoredPrompt(token_ids=ids, text=text, images=placed(ids, prompt.images, prompt.field, model)))
         else:
             await asyncio.sleep(0)
             ids = [token for token in prompt.value if isinstance(token, int)]
@@ -170,9 +174,11 @@ def check_cost(parsed: ParsedRequest, prompts: int, characters: int, model_state
     for field, positions in wanted:
         numbers, items = _numbers(positions), positions if isinstance(positions, list) else [positions]
         ranges = [item for item in items if isinstance(item, Span) and item.is_range]
-        texts = sum(isinstance(item, Span) for item in items) - len(ranges)
+        texts = sum(isinstance(item, Span) and item.text is not None for item in items)
+        tokens = sum(1 + (item.stop or 0) - (item.start or 0) for item in items if isinstance(item, Span) and item.image is not None)
         searched = texts * characters // SEARCHED_CHARACTERS
         written_out = min(prompts * sum(map(_length, ranges)), characters) if isinstance(positions, list) else 0
+        costs[field] += tokens * sum(len(prompt.images) for prompt in parsed.prompts)
         costs[field] += prompts * (ENTRY_COST + numbers + len(ranges) + SPAN_COST * texts) + searched + written_out
     for field, selector in _selectors(parsed):
         costs[field] += PART_COST * (parts_of(selector) - 1)  # the first is in the entry's cost
@@ -245,14 +251,14 @@ def _characters(prompt: StoredPrompt) -> int:
 def facts_of(parsed: ParsedRequest, prompts: Sequence[StoredPrompt], codec: Codec, model_state: ModelState = NOTHING) -> list[PromptFacts]:
     """Facts about each prompt for the rules; offsets of tokens in the text are computed only if a span needs them."""
     if not _needs_text(parsed, model_state):
-        return [PromptFacts(len(prompt.token_ids)) for prompt in prompts]
+        return [PromptFacts(len(prompt.token_ids), images=prompt.images) for prompt in prompts]
     facts = []
     for prompt, from_body in zip(prompts, parsed.prompts, strict=True):
         if prompt.text is None:
             found = codec.map_ids(prompt.token_ids)
         else:
             found = codec.map_text(prompt.text, prompt.token_ids, special_tokens=not from_body.is_conversation)
-        facts.append(PromptFacts(len(prompt.token_ids), found.find) if found else PromptFacts(len(prompt.token_ids)))
+        facts.append(PromptFacts(len(prompt.token_ids), found.find if found else no_text, prompt.images))
     return facts
 
 
@@ -281,11 +287,13 @@ async def admit(
         metadata=parsed.metadata,
         modules={name: model_state.modules[name].digest for name in modules_named(parsed.steering, parsed.patch)},
         runs={name: model_state.runs[name].job for name in runs_of(parsed.patch)},
+        fills=parsed.fill_max_tokens and any(prompt.images for prompt in prompts),
         run=scoped(caller.tenant, parsed.capture.run) if parsed.capture and parsed.capture.run else "",
         lora=lora,
         **handled(parsed.handling, caller),
     )
     named = {name for module in model_state.modules.values() for name in module.tensors}
+    blobs |= {digest_of(data): data for prompt in parsed.prompts for data in prompt.images}
     return Admitted(job, blobs, sorted(named - blobs.keys()))
 
 

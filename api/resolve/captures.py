@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ...schemas.errors import MidstreamError, invalid
+from ...schemas.images import ImageRef
 from ...schemas.models import ModelInfo
 from ...schemas.selectors import (
     Hook,
@@ -40,8 +41,9 @@ MEMORY_JOB_BYTES = 16 << 20
 class PromptFacts:
     """What the rules know of a prompt: its tokens, and how a span of its text becomes positions."""
 
-    tokens: int
+    tokens: int  # as written, see `schemas.images`
     find: SpanFinder = no_text
+    images: Sequence[ImageRef] = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Bounds:
 
 def has_text(positions: RequestedPositions) -> bool:
     """Whether the selector contains spans of the prompt's text."""
-    return any(isinstance(item, Span) and not item.is_range for item in (positions if isinstance(positions, list) else [positions]))
+    return any(isinstance(item, Span) and item.text is not None for item in (positions if isinstance(positions, list) else [positions]))
 
 
 Spec = CaptureSpec | SteeringSpec | PatchSpec
@@ -66,12 +68,13 @@ Spec = CaptureSpec | SteeringSpec | PatchSpec
 
 def positions_of_each(spec: Spec | SteeringTemplate, bounds: Bounds) -> list[PositionSelector]:
     """One resolved selector per prompt."""
-    if spec.positions is None or isinstance(spec.positions, str):
+    if spec.positions is None or (isinstance(spec.positions, str) and spec.positions != "image"):
         return [spec.positions or "all"] * len(bounds.prompts)
     resolved = []
     for index, prompt in enumerate(bounds.prompts):
         try:
-            resolved.append(_reachable(resolve_positions(spec.positions, prompt.tokens, prompt.find), prompt.tokens + bounds.max_tokens))
+            found = resolve_positions(spec.positions, prompt.tokens, prompt.find, prompt.images)
+            resolved.append(_reachable(found, prompt.tokens + bounds.max_tokens))
         except SelectorError as error:
             which = f"prompt {index}: " if len(bounds.prompts) > 1 else ""
             raise SelectorError(f"{which}{error}", error.at) from error

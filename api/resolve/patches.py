@@ -337,6 +337,9 @@ def resolve_patches(
     total, masks = 0, {""}
     for index, spec in enumerate(specs):
         at = f"patch[{index}]"
+        if spec.source.run is not None and any(prompt.images for prompt in bounds.prompts):
+            detail = "rows of a run cannot be written into a prompt with images, whose positions only the worker knows"
+            raise invalid(f"{at}.source.run", detail, allowed="vector, module or zeros")
         made = apply_rules(RULES, spec, bounds, at)
         patch = Patch(spec, at, made["hook"], made["layers"], made["positions"])
         kind = next(name for name in SOURCES if getattr(spec.source, name) not in (None, False))

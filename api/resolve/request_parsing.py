@@ -2,18 +2,20 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from dataclasses import field as dataclass_field
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET
 
-from ...schemas.chat import ChatMessage, TextPart
+from ...schemas.chat import ChatMessage, ImagePart, PlainMessage, TextPart
 from ...schemas.errors import invalid
 from ...schemas.handling import Handling, handling_of
 from ...schemas.jobs import JobRequest, Sampling
 from ...schemas.limits import MAX_PROMPTS, MAX_UNSERVED
 from ...schemas.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
 from ...schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
+from .images import read_image
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class ParsedPrompt:
     """A prompt before tokenisation: text, token ids or a conversation; `field` is where the user wrote it."""
 
     field: str
-    value: str | list[int] | list[dict[str, str]]
+    value: str | list[int] | list[PlainMessage]
+    images: list[bytes] = dataclass_field(default_factory=list)  # of a conversation, in its order
 
     @property
     def is_conversation(self) -> bool:
@@ -54,7 +57,7 @@ def parse_job(body: JobRequest) -> ParsedRequest:
         what = "prompts and messages are both given" if body.prompts else "no prompt given"
         raise invalid("prompts", what, allowed="either prompts (texts or lists of token ids) or messages (lists of chat messages)")
     prompts = [ParsedPrompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(body.prompts or [])]
-    chats = [ParsedPrompt(f"messages[{index}]", plain_messages(messages)) for index, messages in enumerate(body.messages or [])]
+    chats = [parse_conversation(f"messages[{index}]", messages) for index, messages in enumerate(body.messages or [])]
     return ParsedRequest(
         kind="generate",
         model=body.model,
@@ -103,7 +106,7 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
     return ParsedRequest(
         kind="chat",
         model=body.model,
-        prompts=[ParsedPrompt("messages", plain_messages(body.messages))],
+        prompts=[parse_conversation("messages", body.messages)],
         sampling=_sampling(body, max_tokens or 1, (body.top_logprobs or 0) if body.logprobs else None),
         max_tokens_at=named,
         fill_max_tokens=max_tokens is None,
@@ -159,16 +162,32 @@ def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[Parse
     return [ParsedPrompt(f"prompt[{index}]", item) for index, item in enumerate(prompt) if not isinstance(item, int)]
 
 
-def plain_messages(messages: Iterable[ChatMessage]) -> list[dict[str, str]]:
-    """A conversation as chat templates know it: text only, and OpenAI's newer name for the system role under its old one."""
+def parse_conversation(at: str, messages: Sequence[ChatMessage]) -> ParsedPrompt:
+    """One conversation, whose images are read. Raises a 400 naming the part below `at` that is not an image."""
+    images = [
+        read_image(part, f"{at}[{number}].content[{index}]")
+        for number, message in enumerate(messages)
+        if not isinstance(message.content, str)
+        for index, part in enumerate(message.content)
+        if isinstance(part, ImagePart)
+    ]
+    return ParsedPrompt(at, plain_messages(messages), images)
+
+
+def plain_messages(messages: Iterable[ChatMessage]) -> list[PlainMessage]:
+    """A conversation as chat templates know it, with OpenAI's newer name for the system role under its old one."""
     return [_message(message) for message in messages]
 
 
-def _message(message: ChatMessage) -> dict[str, str]:
-    content = message.content if isinstance(message.content, str) else "\n".join(_texts(message.content))
-    plain = {"role": "system" if message.role == "developer" else message.role, "content": content}
+def _message(message: ChatMessage) -> PlainMessage:
+    plain = {"role": "system" if message.role == "developer" else message.role, "content": _content(message)}
     return plain if message.name is None else {**plain, "name": message.name}
 
 
-def _texts(parts: Iterable[TextPart]) -> list[str]:
-    return [part.text for part in parts]
+def _content(message: ChatMessage) -> str | list[dict[str, str]]:
+    """The text; parts where one of them is an image."""
+    if isinstance(message.content, str):
+        return message.content
+    if any(isinstance(part, ImagePart) for part in message.content):
+        return [{"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"} for part in message.content]
+    return "\n".join(part.text for part in message.content if isinstance(part, TextPart))

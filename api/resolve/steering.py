@@ -274,6 +274,8 @@ def _check_for_everyone(asked: RequestedPositions, at: str) -> None:
     allowed = "a name, positions of 0 or more, or a range with `start` and `stop` of 0 or more"
     for index, item in enumerate(asked if isinstance(asked, list) else [asked]):
         where = f"{at}[{index}]" if isinstance(asked, list) and not at.endswith(".module") else at
+        if item == "image" or (isinstance(item, Span) and item.image is not None):
+            raise invalid(where, "images are not valid here: global steering applies to every prompt", allowed=allowed)
         if isinstance(item, Span) and not item.is_range:
             raise invalid(where, "text is not valid here: global steering applies to every prompt", allowed=allowed)
         places = (item.start, item.stop) if isinstance(item, Span) else (item,)

@@ -361,6 +361,6 @@ def _cost(asked: RequestedPositions, prompt: ReadPrompt) -> int:
     """As `admission.check_cost` has it."""
     characters = len(prompt.text or "")
     items = asked if isinstance(asked, list) else [asked]
-    texts = sum(isinstance(item, Span) and not item.is_range for item in items)
+    texts = sum(isinstance(item, Span) and item.text is not None for item in items)
     named = sum(1 if isinstance(item, int) else len(prompt.ids) for item in items)
     return ENTRY_COST + named + texts * (SPAN_COST + characters // SEARCHED_CHARACTERS)

@@ -21,6 +21,7 @@ import jinja2.sandbox
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from ...schemas.chat import PlainMessage, characters_of
 from ...schemas.errors import MidstreamError, invalid, shortened
 from ...schemas.models import TokenizerBundle
 from ...schemas.selectors import SelectorError, Span
@@ -56,7 +57,7 @@ class LongTexts(Protocol):
 
     async def encode(self, texts: Sequence[str], special_tokens: bool, limit: int, offsets: bool) -> list[Encoded]: ...
 
-    async def encode_chat(self, messages: Sequence[dict[str, str]], limit: int) -> tuple[np.ndarray, str]: ...
+    async def encode_chat(self, messages: Sequence[PlainMessage], limit: int) -> tuple[np.ndarray, str]: ...
 
 
 @dataclass(frozen=True)
@@ -215,12 +216,12 @@ class Codec:
 
         return await anyio.to_thread.run_sync(work)
 
-    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], str]:
+    async def encode_chat(self, messages: Sequence[PlainMessage]) -> tuple[list[int], str]:
         """Token ids and text of a conversation, opened for the assistant's turn.
 
         Raises a 400 naming `messages` when the model has no chat template or its template refuses the conversation.
         """
-        characters = sum(len(text) for message in messages for text in message.values())
+        characters = characters_of(messages)
         self._check_characters(0, characters)
         helpers = self._long_texts
         if helpers is not None and (characters > INLINE_CHARACTERS or len(messages) > INLINE_MESSAGES):
@@ -230,8 +231,10 @@ class Codec:
         (ids,) = await self.encode([text], special_tokens=False)  # the template writes them itself
         return ids, text
 
-    def render(self, messages: Sequence[dict[str, str]]) -> str:
+    def render(self, messages: Sequence[PlainMessage]) -> str:
         template = self._template
+        if self._bundle.parts:
+            messages = [{**message, "content": _parts(message["content"])} for message in messages]
         try:
             return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._bundle.special_tokens)
         except Exception as error:  # whatever a template may raise, it is this conversation that it refuses
@@ -272,6 +275,11 @@ def _untrimmed(tokenizer_json: str) -> tuple[str, int]:
     pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
     added = [token["content"] for token in tokenizer.get("added_tokens") or []]
     return json.dumps(tokenizer), max(map(len, [*pieces, *added]), default=1)
+
+
+def _parts(content: Any) -> Any:
+    """As a list of parts, which text alone is too where a template reads parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class _Generation(jinja2.ext.Extension):

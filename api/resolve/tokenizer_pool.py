@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from ...schemas.base import Wire, from_msgpack, to_msgpack
+from ...schemas.chat import PlainMessage, characters_of
 from ...schemas.errors import MidstreamError, Problem
 from ...schemas.models import TokenizerBundle
 from ...schemas.settings import Settings
@@ -49,7 +50,7 @@ class Ask(Wire):
     tokenizer: str  # content hash of the bundle
     bundle: bytes  # empty: the helper has it cached
     texts: list[str]
-    messages: list[dict[str, str]]  # one conversation in place of texts
+    messages: list[PlainMessage]  # one conversation in place of texts
     special_tokens: bool
     limit: int  # tokens; of a text with more only their number is answered
     offsets: bool = False  # whether the answer includes offsets
@@ -100,7 +101,7 @@ class Helpers:
         return found
 
     async def encode_chat(
-        self, tokenizer: str, fetch: Callable[[], Awaitable[bytes]], messages: Sequence[dict[str, str]], limit: int
+        self, tokenizer: str, fetch: Callable[[], Awaitable[bytes]], messages: Sequence[PlainMessage], limit: int
     ) -> tuple[np.ndarray, str]:
         """Token ids and text of a conversation; raises as `encode`, and what the chat template refuses."""
         answer = await self._ask(Ask(tokenizer, b"", [], list(messages), False, limit), fetch)
@@ -179,7 +180,7 @@ class BundleHelpers:
         """As `Helpers.encode`."""
         return await self.helpers.encode(self.tokenizer, self.fetch, texts, special_tokens, limit, offsets)
 
-    async def encode_chat(self, messages: Sequence[dict[str, str]], limit: int) -> tuple[np.ndarray, str]:
+    async def encode_chat(self, messages: Sequence[PlainMessage], limit: int) -> tuple[np.ndarray, str]:
         """As `Helpers.encode_chat`."""
         return await self.helpers.encode_chat(self.tokenizer, self.fetch, messages, limit)
 
@@ -246,7 +247,7 @@ def _serve(questions: BinaryIO, answers: BinaryIO, seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(len(raw).to_bytes(8, "big") + raw)
         answers.flush()
-        if sum(map(len, ask.texts)) + sum(len(text) for message in ask.messages for text in message.values()) > TRIM_CHARACTERS:
+        if sum(map(len, ask.texts)) + characters_of(ask.messages) > TRIM_CHARACTERS:
             del ask, raw
             with suppress(AttributeError, OSError):  # glibc's alone
                 ctypes.CDLL(None).malloc_trim(0)

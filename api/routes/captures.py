@@ -108,6 +108,7 @@ def _described(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -
             token_ids=header.manifest.token_ids,
             reused=entry.reused,
             dropped=entry.dropped,
+            images=header.manifest.images,
             non_finite=entry.non_finite,
         )
         for entry, header in zip(entries, headers, strict=True)

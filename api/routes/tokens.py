@@ -8,7 +8,7 @@ from ...schemas.jobs import StoredPrompt
 from ...schemas.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from ..context import context_of
 from ..resolve.admission import check_vocabulary
-from ..resolve.request_parsing import plain_messages
+from ..resolve.request_parsing import parse_conversation, plain_messages
 from ..resolve.tokenizer import TooLong
 from ..web.body import JsonRequest
 from .jobs import SUBMIT_ERRORS
@@ -30,6 +30,8 @@ async def tokenize(data: JSONBody[TokenizeRequest], request: JsonRequest) -> Res
     special_tokens = data.messages is None and data.add_special_tokens
     try:
         if data.messages is not None:
+            if images := parse_conversation("messages", data.messages).images:
+                raise invalid("messages", f"has {len(images)} images, whose tokens only the worker knows", allowed="text parts")
             ids, text = await codec.encode_chat(plain_messages(data.messages))
             prompt = StoredPrompt(token_ids=ids, text=text)
         else:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...schemas.captures import Manifest, index_of
 from ...schemas.errors import MidstreamError, invalid
+from ...schemas.images import ImageSpan
 from ...schemas.selectors import ALIASES, HOOKS, as_ranges
 from ...storage.store import ArtifactStore, open_store
 from ..notebook import rendered
@@ -228,6 +229,10 @@ class CaptureReader:
     def token_ids(self, request: int = 0) -> list[int]:
         """The token at each of `positions`."""
         return list(self._of(request).positions.values())
+
+    def images(self, request: int = 0) -> list[ImageSpan]:
+        """Where each image of the prompt is: positions `[start, stop)`, in order."""
+        return self._of(request).manifest.images
 
     def tokens(self, request: int = 0) -> list[str]:
         """How the token at each of `positions` reads, leading space included.

@@ -14,6 +14,7 @@ from ...schemas.dtypes import RowDType
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.jobs import JobRequest, JobResult, JobView, SamplingRequest, State
 from ...schemas.settings import load_settings
+from ..images import with_images
 from ..render import jobs, sweeps
 from ..sdk.client import Client
 from ..sdk.wire import returned_rows
@@ -51,6 +52,7 @@ def submit(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="One or more prompts.")] = None,
     file: Annotated[Path | None, typer.Option(help="File with more prompts: one per line, or a JSON list of texts.")] = None,
     body: Annotated[Path | None, typer.Option(help="A whole JobRequest as JSON instead of all options.")] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="PNG or JPEG file that is part of each prompt, in a chat; repeatable.")] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first model served.")] = None,
     layers: Annotated[str | None, typer.Option(help="Capture these layers: all, 3, 0-5, or 0-5,9,-1.", **CAPTURE)] = None,
     hooks: Annotated[
@@ -62,7 +64,8 @@ def submit(
     positions: Annotated[
         str | None,
         typer.Option(
-            help="Capture these: last_prompt (default), all_prompt, all_generated, all, 0,5,-1, 5:9, or 5: (from 5 on).", **CAPTURE
+            help="Capture these: last_prompt (default), all_prompt, all_generated, all, image, image:0, 0,5,-1, 5:9, or 5: (from 5 on).",
+            **CAPTURE,
         ),
     ] = None,
     span: Annotated[
@@ -100,7 +103,9 @@ def submit(
             texts = [*(prompts or []), *(options.read_prompts(file) if file else [])]
             if not texts:
                 raise invalid("prompts", "give a prompt, --file or --body")
-            fields: dict[str, Any] = {"model": model or only_model(client), "prompts": texts}
+            fields: dict[str, Any] = {"model": model or only_model(client)}
+            chats = [with_images([{"role": "user", "content": text}], image) for text in texts] if image else None
+            fields |= {"prompts": texts} if chats is None else {"messages": chats}
             fields["sampling"] = {"max_tokens": max_tokens, "temperature": temperature}
             fields["steering"] = options.parse_steering(steer or [])
             fields["patch"] = options.parse_patches(patch or [])

@@ -18,6 +18,7 @@ from ...schemas.openai import ChatRequest, CompletionRequest
 from .. import notebook
 from ..captures.reader import CaptureReader
 from ..captures.row_matrix import Rows, matrix
+from ..images import with_images
 from . import discovery, download, wire
 from . import jobs as calls
 from .keys import AsyncKeyCalls, KeyCalls
@@ -176,15 +177,19 @@ class Client(SteeringCalls, LoraCalls, RunCalls, SweepCalls, KeyCalls, WebhookCa
         model: str,
         messages: Sequence[dict[str, Any]],
         *,
+        images: Sequence[Any] = (),
         steering: Steering | Sequence[Steering] = (),
         patch: Patch | Sequence[Patch] = (),
         capture: Capture | None = None,
         capture_wait: bool = False,
         **openai: Any,
     ) -> Answer:
-        """`POST /v1/chat/completions` with OpenAI's fields and ours."""
+        """`POST /v1/chat/completions` with OpenAI's fields and ours.
+
+        `images`: paths of PNG or JPEG files, their bytes, or images of Pillow; they come before the text of the last user message.
+        """
         ours = {"steering": steering, "patch": patch, "capture": capture, "capture_wait": capture_wait}
-        body = wire.openai_body(ChatRequest, {"model": model, "messages": messages, **openai, **ours})
+        body = wire.openai_body(ChatRequest, {"model": model, "messages": with_images(messages, images), **openai, **ours})
         return self._held("/v1/chat/completions", body)
 
     def capture(self, job_id: JobLike, folder: Path | str | None = None, tag: str | None = None, *, partial: bool = False) -> CaptureReader:
@@ -388,6 +393,7 @@ class AsyncClient(
         model: str,
         messages: Sequence[dict[str, Any]],
         *,
+        images: Sequence[Any] = (),
         steering: Steering | Sequence[Steering] = (),
         patch: Patch | Sequence[Patch] = (),
         capture: Capture | None = None,
@@ -395,7 +401,7 @@ class AsyncClient(
         **openai: Any,
     ) -> Answer:
         ours = {"steering": steering, "patch": patch, "capture": capture, "capture_wait": capture_wait}
-        body = wire.openai_body(ChatRequest, {"model": model, "messages": messages, **openai, **ours})
+        body = wire.openai_body(ChatRequest, {"model": model, "messages": with_images(messages, images), **openai, **ours})
         return await self._held("/v1/chat/completions", body)
 
     async def capture(

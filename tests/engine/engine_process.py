@@ -36,6 +36,7 @@ class Command(msgspec.Struct, omit_defaults=True):
     entries: dict[str, Entry] = {}  # job → where the forward of its requests may begin
     grades: dict[str, list[Grade]] = {}  # job → what is asked about each of its requests
     blocks: dict[str, str] = {}  # job → the run for whose cells its KV cache is kept
+    files: dict[str, bytes] = {}  # images of all jobs by their digests
     bases: dict[str, str] = {}  # job → the run whose kept blocks it may use, without an entry
     together: bool = False  # all requests begin in one step
     cancel_after: dict[str, int] = {}
@@ -173,7 +174,7 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
     def ask(request: int) -> EngineRequest:
         grade = command.grades[job.id][request] if job.id in command.grades else None
         base = command.bases.get(job.id) or (entry.run if entry else "")
-        made = engine_request(job, request, 1)
+        made = engine_request(job, request, 1, files=command.files)
         return dataclasses.replace(made, entry=entry, grade=grade, base=base, keep_blocks=command.blocks.get(job.id, ""))
 
     async def one(request: int) -> Output | None:

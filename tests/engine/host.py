@@ -75,6 +75,7 @@ class Host:
         )
         self._vectors: dict[str, Tensor] = {}
         self.runs: dict[str, RunFiles] = {}  # that jobs may be patched with
+        self.files: dict[str, bytes] = {}  # images of jobs by their digests
         try:
             self.info = self._answer().info
         except BaseException:  # also of a test whose time is over
@@ -145,7 +146,9 @@ class Host:
 
     def run_any(self, *jobs: Job, cancel_after: dict[str, int] | None = None, **options: Any) -> Answer:
         """`options`: fields of `Command`."""
-        return self.send(Command(jobs=list(jobs), vectors=self._vectors, runs=self.runs, cancel_after=cancel_after or {}, **options))
+        return self.send(
+            Command(jobs=list(jobs), vectors=self._vectors, runs=self.runs, files=self.files, cancel_after=cancel_after or {}, **options)
+        )
 
     def run_together(self, *jobs: Job, **options: Any) -> dict[str, list[Output]]:
         """As `run`, all requests in one step, in this order: the same jobs give the same numbers bit for bit."""

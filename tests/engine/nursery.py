@@ -119,7 +119,7 @@ class _ForkedHost(Host):
         self._log = open(directory / "engine.log", "wb")  # noqa: SIM115 - as in Host
         self._process = nursery.fork({**to_environment(self.settings), **(env or {})}, Path(self._log.name))  # type: ignore[assignment]
         self._vectors: dict[str, Tensor] = {}
-        self.runs = {}
+        self.runs, self.files = {}, {}
         try:
             self.info = self._answer().info
         except BaseException:  # also of a test whose time is over
@@ -140,6 +140,7 @@ class InprocLLM:
         self._internal: dict[str, str] = {}
         self._stepping: asyncio.Task[None] | None = None
         self._paused = False
+        self.renderer = llm.renderer
         self.model_config, self.vllm_config = llm.model_config, llm.vllm_config
         self.engine_core = self  # of which `call_utility_async` is used
         self.errored, self.dead_error, self.output_handler = False, None, None

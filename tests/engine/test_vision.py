@@ -1,24 +1,146 @@
 """Rows of models that take images are those of transformers' model, with text alone and with images."""
 
+import io
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
-from fidelity import Truth, capture, judge, options_of
+from fidelity import ALL, Truth, capture, judge, options_of
 from fidelity_page import Way
+from host import Host, capture_of, prompt_of
 from nursery import Nursery
-from tiny_vision import CHECKPOINTS, checkpoint
+from PIL import Image
+from reference import Edit, Reference
+from tiny_vision import CHECKPOINTS, PROCESSORS, checkpoint, with_images
+from transformers import AutoProcessor
+
+from midstream.schemas.images import ImageRef, digest_of, inside
+from midstream.schemas.jobs import Job
+from midstream.workers.engine.no_torchvision import stand_in
 
 EAGER = Way("v1", "eager", "float32")
 #: Each of another kind: one that rotates by three positions, one whose language model has no head of its own, one with sandwich norms.
-FEW = ("qwen2-vl", "smolvlm", "gemma3")
+FEW = ("qwen2-vl", "smolvlm")
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
     return cache(lambda name: checkpoint(name, folder / name))
+
+
+def picture(seed: int, width: int, height: int) -> tuple[Image.Image, bytes]:
+    """Random pixels, and their PNG file."""
+    image = Image.fromarray(np.random.default_rng(seed).integers(0, 256, size=(height, width, 3), dtype=np.uint8))
+    image.save(file := io.BytesIO(), "PNG")
+    return image, file.getvalue()
+
+
+PICTURES = [picture(1, 60, 40), picture(2, 30, 90)]
+
+
+def prompt_with(placeholder: list[int], pictures: list[tuple[Image.Image, bytes]] = PICTURES) -> tuple[list[int], list[ImageRef]]:
+    """A prompt as written: words, and an image behind each five of them."""
+    ids: list[int] = []
+    images = []
+    for number, (_, data) in enumerate(pictures):
+        ids += [word % 400 for word in prompt_of(5, seed=number)]
+        images.append(ImageRef(digest=digest_of(data), start=len(ids), stop=len(ids) + len(placeholder)))
+        ids += placeholder
+    return ids + prompt_of(4, seed=9), images
+
+
+def job_with(host: Host, ids: list[int], images: list[ImageRef], pictures: list[tuple[Image.Image, bytes]] = PICTURES, **asked: Any) -> Job:
+    host.files |= {digest_of(data): data for _, data in pictures}
+    job = host.job(ids, max_tokens=3, **asked)
+    return msgspec.structs.replace(job, prompts=[msgspec.structs.replace(job.prompts[0], images=images)])
+
+
+def seen_by_transformers(path: Path, pictures: list[tuple[Image.Image, bytes]] = PICTURES) -> tuple[int, dict[str, Any]]:
+    """How many tokens of images transformers' own processor gives, and what the model gets beside the tokens."""
+    stand_in()
+    processor = AutoProcessor.from_pretrained(path)
+    made = processor(text=["w5 <image> " * len(pictures)], images=[[image for image, _ in pictures]], return_tensors="pt")
+    beside = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}
+    return made["input_ids"][0].tolist().count(500), beside
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "llava" else (pytest.mark.long,)) for name in PROCESSORS])
+def test_prompts_with_images_give_transformers_rows_plain_and_edited(name: str, nursery: Nursery, tmp_path: Path) -> None:
+    """Edits are at the places as written: an image's is the place of its placeholder, and one is at a single token of an image."""
+    path = with_images(name, tmp_path / "checkpoint")
+    host = nursery.host(tmp_path / "engine", path, **options_of(EAGER))
+    try:
+        hooks, placeholder = tuple(host.info["hooks"]), host.info["image_placeholder"]
+        ids, images = prompt_with(placeholder)
+        everything = capture_of([], "all", sites={hook: ALL for hook in hooks})
+        second = capture_of([1], [images[1].start], tag="second")
+        added, put = 4 * np.random.default_rng(5).normal(size=(2, 64)).astype(np.float32)
+        written = [Edit(1, added, [2, images[0].start], "post_block"), Edit(2, put, [len(ids) - 1], "pre_attn", "replace")]
+        one_token = msgspec.structs.replace(host.steering(Edit(0, put, [0], "mlp_out"))[0], positions=[inside(1, 2)])
+        plain = job_with(host, ids, images, capture=[everything, second])
+        edited = job_with(host, ids, images, capture=everything, steering=[*host.steering(*written), one_token])
+        outputs = host.run(plain, edited)
+        readers = {job.id: host.capture(job) for job in (plain, edited)}
+        spans = readers[plain.id].images()
+        of_second = host.capture(plain, 1).positions()
+    finally:
+        host.close()
+    tokens, beside = seen_by_transformers(path)
+    ids_seen = readers[plain.id].token_ids()
+    prompt_tokens = outputs[plain.id][0].prompt_tokens
+    assert ids_seen[:prompt_tokens].count(500) == tokens
+    assert [span.digest for span in spans] == [digest_of(data) for _, data in PICTURES]
+    assert of_second == list(range(spans[1].start, spans[1].stop))
+    assert ids_seen[spans[1].stop : prompt_tokens] == ids[images[1].stop :]
+    first, last = list(range(spans[0].start, spans[0].stop)), prompt_tokens - 1
+    edits = [
+        Edit(1, added, [2, *first], "post_block"),
+        Edit(2, put, [last], "pre_attn", "replace"),
+        Edit(0, put, [spans[1].start + 2], "mlp_out"),
+    ]
+    truth, beyond = Reference(path), {}
+    for job, these in ((plain, []), (edited, edits)):
+        wanted = truth.rows(readers[job.id].token_ids(), these, images=beside)
+        for (hook, layer), right in wanted.items():
+            error = np.linalg.norm(readers[job.id].array(layer, hook) - right, axis=-1) / np.linalg.norm(right, axis=-1)
+            beyond |= {(job.id, hook, layer): float(error.max())} if error.max() > EAGER.tolerance else {}
+    assert beyond == {}
+
+
+# field case 15
+def test_prompts_of_equal_tokens_and_other_images_share_no_rows(nursery: Nursery, tmp_path: Path) -> None:
+    """Neither cached blocks nor kept rows; the same image does."""
+    path = with_images("llava", tmp_path / "checkpoint")
+    host = nursery.host(tmp_path / "engine", path, **options_of(EAGER) | {"enable_prefix_caching": True, "block_size": 32})
+    try:
+        pairs = [PICTURES, [PICTURES[0], picture(3, 30, 90)], PICTURES]
+        written, images = [], []
+        for pictures in pairs:
+            ids, refs = prompt_with(host.info["image_placeholder"], pictures)
+            written.append(ids + prompt_of(40, seed=4))
+            images.append(refs)
+        jobs = [
+            job_with(host, ids, refs, pictures, capture=capture_of([3], "all_prompt"))
+            for ids, refs, pictures in zip(written, images, pairs, strict=True)
+        ]
+        outputs = [host.run(job)[job.id][0] for job in jobs]
+        rows = [host.capture(job).array(3) for job in jobs]
+    finally:
+        host.close()
+    assert written[0] == written[1] == written[2]
+    assert [output.cached_tokens for output in outputs] == [0, 0, 32]
+    for number, pictures in enumerate(pairs):
+        _, beside = seen_by_transformers(path, pictures)
+        expanded = host.capture(jobs[number]).token_ids()
+        right = Reference(path).rows(expanded, images=beside)["post_block", 3]
+        error = np.linalg.norm(rows[number] - right, axis=-1) / np.linalg.norm(right, axis=-1)
+        assert error.max() <= EAGER.tolerance, number
+    assert np.abs(rows[0] - rows[1]).max() > 1e-2
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else (pytest.mark.long,)) for name in CHECKPOINTS])

@@ -3,11 +3,16 @@
 `python tests/engine/tiny_vision.py FOLDER [NAME …]` writes them.
 """
 
+import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tiny import _GROUPED, WINDOW, Checkpoint
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny import _GROUPED, VOCABULARY, WINDOW, Checkpoint
+from transformers import PreTrainedTokenizerFast
 
 _TEXT: dict[str, Any] = _GROUPED | {"head_dim": 32}
 _VISION: dict[str, Any] = {
@@ -19,6 +24,8 @@ _VISION: dict[str, Any] = {
     "patch_size": 14,
     "initializer_range": 0.15,
 }
+#: Sizes of an image, in pixels, that LLaVA-NeXT cuts into squares of `image_size`.
+_GRID = [[28, 56], [56, 28], [56, 56]]
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
 _QWEN_TOKENS = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
 _QWEN2_VISION = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14, "spatial_merge_size": 2}
@@ -107,7 +114,12 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         downsample_ratio=0.5,
     ),
     "llava-next": _vision(
-        "LlavaNext", "LlavaNext", _TEXT | {"model_type": "llama"}, _VISION | {"model_type": "clip_vision_model"}, image_token_index=500
+        "LlavaNext",
+        "LlavaNext",
+        _TEXT | {"model_type": "llama"},
+        _VISION | {"model_type": "clip_vision_model"},
+        image_token_index=500,
+        image_grid_pinpoints=_GRID,
     ),
     "llava-onevision": _vision(
         "LlavaOnevision",
@@ -131,6 +143,92 @@ REFUSED: dict[str, Checkpoint] = {
         tie_word_embeddings=True,
     ),
 }
+
+
+def _words(special: dict[int, str]) -> Any:
+    """The tokenizer of the tiny checkpoints, in which some words are special tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {special.get(number, f"w{number}"): number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w510", pad_token="w511")
+    made.add_special_tokens({"additional_special_tokens": list(special.values())}, replace_extra_special_tokens=False)
+    return made
+
+
+def _pil(model: str, name: str, **options: Any) -> Any:
+    """transformers' image processor for PIL."""
+    module = importlib.import_module(f"transformers.models.{model}.image_processing_pil_{model}")
+    return getattr(module, f"{name}ImageProcessorPil")(**options)
+
+
+_CLIP = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+_IMAGE = {500: "<image>"}
+_TILES = {460 + 6 * row + column: f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)}
+
+
+def _llava() -> Any:
+    return transformers.LlavaProcessor(
+        _pil("clip", "CLIP", **_CLIP),
+        _words(_IMAGE),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
+def _llava_next() -> Any:
+    return transformers.LlavaNextProcessor(
+        _pil("llava_next", "LlavaNext", **_CLIP, image_grid_pinpoints=_GRID),
+        _words(_IMAGE),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
+def _idefics3() -> Any:
+    special = _IMAGE | {502: "<fake_token_around_image>", 503: "<global-img>", 504: "<end_of_utterance>"} | _TILES
+    images = _pil("idefics3", "Idefics3", size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
+    return transformers.Idefics3Processor(images, _words(special), image_seq_len=1)
+
+
+def _gemma3() -> Any:
+    tokenizer = _words({500: "<image_soft_token>", 502: "<start_of_image>", 503: "<end_of_image>"})
+    for name, word in (("image_token", 500), ("boi_token", 502), ("eoi_token", 503)):
+        setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(word))
+        setattr(tokenizer, f"{name}_id", word)
+    return transformers.Gemma3Processor(_pil("gemma3", "Gemma3", size={"height": 28, "width": 28}), tokenizer, image_seq_length=4)
+
+
+#: Those whose processor runs without torchvision: it has no part for videos.
+PROCESSORS: dict[str, Callable[[], Any]] = {"llava": _llava, "llava-next": _llava_next, "idefics3": _idefics3}
+#: Each message, its parts in turn; an image is its placeholder.
+CHAT = (
+    "{% for message in messages %}w3 {% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image> {% else %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}w4"
+)
+
+
+def with_images(name: str, path: Path) -> Path:
+    """Write the named checkpoint with its processor and a chat template, unless it is there."""
+    checkpoint(name, path)
+    if not (path / "processor_config.json").exists():
+        processor = PROCESSORS[name]()
+        processor.tokenizer.chat_template = CHAT
+        processor.save_pretrained(path)
+        processor.tokenizer.save_pretrained(path)
+        _as_published(path / "model.safetensors")
+    return path
+
+
+def _as_published(file: Path) -> None:
+    """transformers leaves out a level of CLIP's names, which the checkpoints on the hub have and vLLM expects."""
+    tensors = load_file(file)
+    level = "vision_tower.vision_model."
+    named = {key if level in key else key.replace("vision_tower.", level): value for key, value in tensors.items()}
+    save_file(named, file, metadata={"format": "pt"})
 
 
 def checkpoint(name: str, path: Path) -> Path:

@@ -153,6 +153,17 @@ def model_with(name: str, value: Any) -> tuple[str, Alter]:
     return f"model_config.{name}", alter
 
 
+def images(**options: Any) -> Alter:
+    """Of a model that takes one."""
+    fields = {"limit_per_prompt": {"image": 1, "video": 0, "audio": 0}, "mm_processor_cache_gb": 0} | options
+    return lambda config: put(config, "model_config.multimodal_config", MultiModalConfig(**fields))
+
+
+def seen_both_ways(config: VllmConfig) -> None:
+    images()(config)
+    model_with("is_mm_prefix_lm", True)[1](config)
+
+
 WRONG: list[tuple[str, Alter]] = [
     to("parallel_config.enable_dbo", True),
     to("parallel_config.ubatch_size", 2),
@@ -186,10 +197,9 @@ WRONG: list[tuple[str, Alter]] = [
     ("lora_config with speculative_config", drafted_adapters),
     to("model_config.runner_type", "pooling"),
     model_with("is_encoder_decoder", True),
-    (
-        "model_config.multimodal_config.language_model_only",
-        lambda config: put(config, "model_config.multimodal_config", MultiModalConfig()),
-    ),
+    ("model_config.is_mm_prefix_lm with images", seen_both_ways),
+    ("model_config.multimodal_config.limit_per_prompt for videos or sounds", images(limit_per_prompt={"image": 1, "audio": 0})),
+    ("model_config.multimodal_config.mm_processor_cache_gb", images(mm_processor_cache_gb=4)),
     to("model_config.enable_prompt_embeds", True),
     to("model_config.disable_cascade_attn", False),
     to("model_config.enable_sleep_mode", True),

@@ -50,7 +50,7 @@ def test_decoding_errors_become_problems_with_the_field_path(body: str, field: s
     [
         ({"capture": {"hook": "pre_mlp"}}, ", ".join(HOOKS)),
         ({"capture": {"hooks": {"pre_mlp": 0}}}, ", ".join(HOOKS)),
-        ({"capture": {"positions": "first"}}, "last_prompt, all_prompt, all_generated, all"),
+        ({"capture": {"positions": "first"}}, "last_prompt, all_prompt, all_generated, all, image"),
         ({"capture": {"dtype": "float8"}}, ", ".join(get_args(RowDType))),
         ({"capture": {"tag": "../x"}}, None),
         ({"patch": [{"layers": 0, "hook": "resid", "positions": [0], "source": {"zeros": True}}]}, ", ".join(HOOKS)),

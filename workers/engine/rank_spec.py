@@ -39,6 +39,7 @@ def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec |
         trace=ask.trace,
         lora=ask.lora,
         chunk=ask.chunk,
+        images=ask.spans,
     )
 
 

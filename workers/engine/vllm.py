@@ -45,6 +45,7 @@ from .checkpoint import check_folder, check_layers
 from .drafts import check_drafter, check_drafts
 from .ends import Ends
 from .identity import BOOT
+from .images import Images, expanded, fitted, images_of, prompt_with_images
 from .option_check import accepted
 from .protocol import EngineRequest, Progress
 from .rank_control import RankControl, rank_steering, row_wish
@@ -117,7 +118,7 @@ class VllmEngine(RankControl):
             await asyncio.to_thread(check_drafter, settings)
             refuse_gguf(settings.model)
             check_folder(settings)
-            asked = await asyncio.to_thread(_engine_args(settings).create_engine_config, UsageContext.ENGINE_CONTEXT)
+            asked, images = await asyncio.to_thread(_configured, settings)
             asked.scheduler_config.scheduler_cls = scheduler_class(asked)
             check(asked)
             check_drafts(asked, settings)
@@ -179,6 +180,9 @@ class VllmEngine(RankControl):
             caveats=[*adapter.caveats, *quantisation.caveats, *caveats],
             quantization=quantisation.name,
             lora=await self._lora_support(),
+            images=images.number,
+            images_refused=images.refused,
+            image_placeholder=images.placeholder,
         )
         await self._certify()
 
@@ -221,6 +225,7 @@ class VllmEngine(RankControl):
         self.enters = self.enters and "pre_attn" in certificate.proven
 
     async def generate(self, ask: EngineRequest, global_steering: GlobalSteering) -> AsyncGenerator[Progress, None]:
+        ask, prompt = await self._prompt(ask)
         spec = rank_spec(ask, global_steering)
         request_id = f"{ask.job}.{ask.request}.{ask.attempt}"
         live = self._live.setdefault((ask.job, ask.attempt), set())
@@ -233,11 +238,6 @@ class VllmEngine(RankControl):
                 self._step_rows.admitted(self._unsplit_rows(ask)),
                 self._captures.admitted(self._captured_bytes(ask)),
             ):
-                prompt = TokensPrompt(prompt_token_ids=ask.token_ids)
-                if self._settings.prefix_cache_scope == "tenant":
-                    prompt["cache_salt"] = ask.tenant  # part of the first block's hash, and so of all that follow
-                if ask.salt:
-                    prompt["cache_salt"] = ask.salt
                 parts = Parts(ask.request)
                 submitted = True
                 # Closed before the rows are released and the ranks notified, so that an abort precedes both.
@@ -274,6 +274,19 @@ class VllmEngine(RankControl):
             for name, shapes in msgspec.convert(of_rank, dict[str, list[LoraModule]]).items():
                 modules[name] = joined(modules.get(name, []), shapes)
         return LoraSupport(max_rank=self._settings.max_lora_rank, modules=modules)
+
+    async def _prompt(self, ask: EngineRequest) -> tuple[EngineRequest, Any]:
+        """The request as the engine gets it, and the prompt for vLLM."""
+        prompt: Any = TokensPrompt(prompt_token_ids=ask.token_ids)
+        if ask.images:
+            written = await asyncio.to_thread(prompt_with_images, ask.token_ids, ask.files)
+            (prompt,) = await self._llm.renderer.render_cmpl_async([written])
+            ask = fitted(expanded(ask, prompt), self.info.max_model_len)
+        if self._settings.prefix_cache_scope == "tenant":
+            prompt["cache_salt"] = ask.tenant  # part of the first block's hash, and so of all that follow
+        if ask.salt:
+            prompt["cache_salt"] = ask.salt
+        return ask, prompt
 
     def _unsplit_rows(self, ask: EngineRequest) -> int:
         """How many rows one rank must have room for so that the request can proceed: its next token's, and its drafts'."""
@@ -357,6 +370,16 @@ def _caveats(settings: Settings) -> list[str]:
         return [*seams.verify(unproven=settings.engine_unproven), *options, *([] if settings.certify else [UNCERTIFIED])]
     except (SettingsError, seams.SeamError) as error:
         raise MidstreamError("engine_failed", f"the engine did not start: {error}") from error
+
+
+def _configured(settings: Settings) -> tuple[Any, Images]:
+    """vLLM's config, without the image encoder where the model takes no images here."""
+    config = _engine_args(settings).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    images = images_of(config, settings.images_per_prompt)
+    if settings.images_per_prompt and not images.number and config.model_config.is_multimodal_model:
+        logger.warning("the model takes text only: %s", images.refused)
+        return _configured(msgspec.structs.replace(settings, images_per_prompt=0))[0], images
+    return config, images
 
 
 def _hooks(settings: Settings) -> list[str]:

@@ -42,7 +42,9 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         "enable_prefix_caching": settings.enable_prefix_caching,
         "num_gpu_blocks_override": settings.num_gpu_blocks,
         "disable_log_stats": True,
-        "language_model_only": True,  # of a model that takes images; others ignore it
+        "language_model_only": not settings.images_per_prompt,  # as the next two: of models that take images, others ignore it
+        "limit_mm_per_prompt": {"image": settings.images_per_prompt, "video": 0, "audio": 0},
+        "mm_processor_cache_gb": 0,  # its two halves rely on requests being submitted in the order in which they were processed
         "generation_config": "vllm",  # sampling comes from the job, never from a file next to the weights
     }
     if settings.executor != "auto":

@@ -119,7 +119,19 @@ RULES = (
     ),
     Rule("model_config.runner_type", ("generate",), "requests that do not generate have no end to report"),
     Rule("model_config.is_encoder_decoder", (False,), "an encoder-decoder model has two streams"),
-    Rule("model_config.multimodal_config.language_model_only", (True,), "positions of images have no tokens"),
+    Rule(
+        "model_config.is_mm_prefix_lm with images",
+        (False,),
+        "tokens of an image attend to later ones in transformers' model, which is not proven of vLLM's",
+        lambda config: _takes(config, "image") and bool(config.model_config.is_mm_prefix_lm),
+    ),
+    Rule(
+        "model_config.multimodal_config.limit_per_prompt for videos or sounds",
+        (False,),
+        "their positions cannot be named",
+        lambda config: _takes(config, "video", "audio"),
+    ),
+    Rule("model_config.multimodal_config.mm_processor_cache_gb", (0,), "prompts are processed in another order than they are submitted"),
     Rule("model_config.enable_prompt_embeds", (False,), "positions given as embeddings have no tokens"),
     Rule(
         "model_config.disable_cascade_attn", (True,), "a common prefix would be computed once for a batch: other requests change the bits"
@@ -155,6 +167,12 @@ RULES = (
     Rule("compilation_config.cudagraph_copy_inputs", (False,), "untested"),
     Rule("compilation_config.inductor_passes", ({},), "a pass may drop or move the hook sites' ops"),
 )
+
+
+def _takes(config: VllmConfig, *modalities: str) -> bool:
+    """Whether prompts may have any of these."""
+    section = config.model_config.multimodal_config
+    return section is not None and any(section.get_limit_per_prompt(modality) > 0 for modality in modalities)
 
 
 def check(config: VllmConfig) -> None:

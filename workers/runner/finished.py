@@ -76,6 +76,7 @@ class FinishedCapture:
             requests=self.spec.requests.get(self.capture.tag, 0),
             num_layers=self.num_layers,
             caveats=list(self.caveats),
+            images=self.spec.images,
             non_finite=self.count_non_finite(sites),
             lora=self.spec.lora,
         )

@@ -16,6 +16,7 @@ from ...broker.ledger.sweeps import Kept
 from ...schemas.base import now
 from ...schemas.errors import MidstreamError, Problem
 from ...schemas.faults import crash_point
+from ...schemas.images import digest_of
 from ...schemas.jobs import Event, Job, Output, State
 from ...schemas.source_runs import ZEROS, is_row, runs_named
 from ...schemas.steering import GlobalSteering
@@ -243,12 +244,13 @@ class Attempts:
         job = attempt.job
         own = {name for entries in job.steering for entry in entries for name in entry.tensors}
         names = sorted({name for name in own if not is_row(name) and name != ZEROS} | set(attempt.lease.steering.tensors))
+        files = {image.digest: await self._fetch_image(image.digest) for prompt in job.prompts for image in prompt.images}
         async with self.sources.holding(job.id, runs_named(own), job.runs):
             await self._engine.hold_vectors(names, self._fetch, users=job.steering)
             try:
                 attempt.check()
                 async with asyncio.TaskGroup() as group:
-                    outputs = [group.create_task(self._prompt(attempt, request)) for request in range(len(job.prompts))]
+                    outputs = [group.create_task(self._prompt(attempt, request, files)) for request in range(len(job.prompts))]
             finally:
                 await self._engine.release_vectors(names)
         return [output.result() for output in outputs]
@@ -262,9 +264,9 @@ class Attempts:
         await SweepAttempt(self._ledger, self._engine, self.sources, attempt, self._cells, self._fetch, refused).run()
         return []
 
-    async def _prompt(self, attempt: Attempt, request: int) -> Output:
+    async def _prompt(self, attempt: Attempt, request: int, files: Mapping[str, bytes]) -> Output:
         output: Output | None = None
-        ask = engine_request(attempt.job, request, attempt.number, attempt.progress.span.traceparent)
+        ask = engine_request(attempt.job, request, attempt.number, attempt.progress.span.traceparent, files)
         with attempt.progress.prompt(request, len(ask.token_ids)) as told:
             async with aclosing(self._engine.generate(ask, attempt.lease.steering)) as stream:
                 async for progress in stream:
@@ -288,6 +290,12 @@ class Attempts:
         if content_hash(tensor) != name:
             raise MidstreamError("intervention_failed", f"vector {name[:12]}: content does not match its hash")
         return tensor
+
+    async def _fetch_image(self, name: str) -> bytes:
+        data = await patiently(lambda: self._ledger.get_blob(name), f"image {name[:12]}")
+        if data is None or digest_of(data) != name:
+            raise MidstreamError("internal", f"image {name[:12]} is no longer stored, or its content does not match its hash")
+        return data
 
     async def _abandon(self, attempt: Attempt, ending: AttemptOutcome) -> AttemptOutcome:
         """Stop the attempt in the engine, and say in the ledger what follows from it."""

@@ -1,0 +1,255 @@
+"""Images of prompts: what is taken, what is refused by which field, and positions before and after a prompt is expanded."""
+
+import base64
+import io
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
+from midstream.api.resolve.images import check_number, placed
+from midstream.api.resolve.request_parsing import parse_chat
+from midstream.api.resolve.steering import _check_for_everyone
+from midstream.client.images import image_part, with_images
+from midstream.schemas.base import from_json, to_json
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.global_capture import parse, parse_positions
+from midstream.schemas.images import ImageError, ImageRef, check_image, digest_of, inside
+from midstream.schemas.jobs import Sampling
+from midstream.schemas.limits import MAX_IMAGE_PIXELS
+from midstream.schemas.models import ModelInfo
+from midstream.schemas.openai import ChatRequest
+from midstream.schemas.selectors import SelectorError, Span, Window, resolve_positions
+from midstream.schemas.specs import CaptureSpec, StoredCapture
+from midstream.workers.engine.images import align, expanded, fitted, prompt_with_images
+from midstream.workers.engine.protocol import EngineRequest
+
+
+def file_of(kind: str, width: int = 3, height: int = 2) -> bytes:
+    Image.new("RGB", (width, height)).save(made := io.BytesIO(), kind)
+    return made.getvalue()
+
+
+PNG = file_of("PNG")
+URL = "data:image/png;base64," + base64.b64encode(PNG).decode()
+
+
+def model(**fields: Any) -> ModelInfo:
+    known = {"name": "m", "version": "", "architecture": "", "num_layers": 4, "hidden_size": 8, "vocab_size": 512, "max_model_len": 64}
+    known |= {"dtype": "float32", "hooks": ["post_block"], "tokenizer": "", "images": 2, "image_placeholder": [500]}
+    return ModelInfo(**known | fields)
+
+
+def chat(*parts: dict[str, Any]) -> ChatRequest:
+    return from_json(to_json({"model": "m", "messages": [{"role": "user", "content": list(parts)}]}), ChatRequest)
+
+
+def picture(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+# -- files --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_images_are_known_by_their_header(kind: str) -> None:
+    assert check_image(file_of(kind)) == kind
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "not a PNG or JPEG"),
+        (file_of("GIF"), "not a PNG or JPEG"),
+        (PNG[:16] + struct.pack(">II", 1 << 16, 1 << 16) + PNG[24:], f"1 to {MAX_IMAGE_PIXELS} pixels"),
+        (PNG[:16] + struct.pack(">II", 0, 5) + PNG[24:], "0 × 5 pixels"),
+        (b"\xff\xd8\xff\xe0\x00\x04ab", "without a frame header"),
+        (b"\xff\xd8" + b"\xff" * 64, "without a frame header"),
+    ],
+)
+def test_other_files_are_refused_with_the_reason(data: bytes, words: str) -> None:
+    with pytest.raises(ImageError, match=words):
+        check_image(data)
+
+
+# -- requests -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_keeps_its_parts_and_hands_over_its_images() -> None:
+    parsed = parse_chat(chat({"type": "text", "text": "look"}, picture(URL))).prompts[0]
+    assert parsed.value == [{"role": "user", "content": [{"type": "text", "text": "look"}, {"type": "image"}]}]
+    assert parsed.images == [PNG]
+    text = parse_chat(chat({"type": "text", "text": "a"}, {"type": "text", "text": "b"})).prompts[0]
+    assert text.value == [{"role": "user", "content": "a\nb"}]
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("https://example.org/a.png", "not fetched"),
+        ("data:image/gif;base64,R0lG", "is not the image"),
+        ("data:image/png;base64,%%%", "not base64"),
+        ("data:image/png;base64,R0lG", "not a PNG or JPEG"),
+    ],
+)
+def test_a_part_that_is_no_image_is_refused_by_its_place(url: str, words: str) -> None:
+    with pytest.raises(MidstreamError, match=words) as refused:
+        parse_chat(chat({"type": "text", "text": "look"}, picture(url)))
+    assert (refused.value.kind, refused.value.field) == ("invalid_request", "messages[0].content[1].image_url.url")
+
+
+def test_a_model_takes_only_so_many_images_and_says_why_it_takes_none() -> None:
+    check_number([PNG, PNG], "messages", model())
+    with pytest.raises(MidstreamError, match="at most 2 in one conversation"):
+        check_number([PNG] * 3, "messages", model())
+    with pytest.raises(MidstreamError, match="takes no images: because"):
+        check_number([PNG], "messages", model(images=0, images_refused="because"))
+
+
+def test_every_image_has_one_placeholder() -> None:
+    assert [(ref.start, ref.stop) for ref in placed([1, 500, 2, 500], [PNG, PNG], "messages", model())] == [(1, 2), (3, 4)]
+    wide = model(image_placeholder=[7, 7])
+    assert [(ref.start, ref.stop) for ref in placed([7, 7, 7, 7], [PNG, PNG], "messages", wide)] == [(0, 2), (2, 4)]
+    for ids in ([1, 2], [500, 1, 500]):
+        with pytest.raises(MidstreamError, match="placeholders for 1 images"):
+            placed(ids, [PNG], "messages", model())
+
+
+# -- positions ----------------------------------------------------------------------------------------------------------------
+
+REFS = [ImageRef(digest="a", start=2, stop=3), ImageRef(digest="b", start=5, stop=6)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "places"),
+    [
+        ("image", [2, 5]),
+        (Span(image="all"), [2, 5]),
+        (Span(image=0), [2]),
+        (Span(image=-1), [5]),
+        ([0, Span(image=1)], [0, 5]),
+        (Span(image=1, start=3, stop=5), [inside(1, 3), inside(1, 4)]),
+    ],
+)
+def test_images_are_named_by_their_placeholders(asked: Any, places: list[int]) -> None:
+    assert resolve_positions(asked, 8, images=REFS) == places
+
+
+@pytest.mark.parametrize(
+    ("asked", "images", "words"),
+    [("image", [], "has no image"), (Span(image=2), REFS, "images 0 to 1"), ([Span(image=-3)], REFS, "out of range")],
+)
+def test_an_image_that_is_not_there_is_refused(asked: Any, images: list[ImageRef], words: str) -> None:
+    with pytest.raises(SelectorError, match=words):
+        resolve_positions(asked, 8, images=images)
+
+
+def test_a_capture_of_images_in_a_prompt_without_one_names_the_field() -> None:
+    bounds = Bounds(model(), [PromptFacts(8, images=REFS), PromptFacts(8)])
+    with pytest.raises(MidstreamError, match="prompt 1: the prompt has no image") as refused:
+        resolve_captures(CaptureSpec(positions="image"), bounds)
+    assert refused.value.field == "capture.positions"
+
+
+@pytest.mark.parametrize("fields", [{"start": 1}, {"text": "a"}, {"start": 3, "stop": 3}, {"start": -1, "stop": 2}, {"occurrence": 1}])
+def test_a_span_of_an_image_has_both_ends_or_none(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="of an image"):
+        Span(image=0, **fields)
+
+
+def test_images_are_written_as_text_on_the_command_line_and_refused_for_everyone() -> None:
+    assert (parse_positions("image"), parse_positions("image:-1")) == ("image", {"image": -1})
+    with pytest.raises(ValueError, match="few prompts have one"):
+        parse("post_block", "image")
+    for asked in ("image", Span(image=0), [Span(image=0)]):
+        with pytest.raises(MidstreamError, match="images are not valid here"):
+            _check_for_everyone(asked, "entries[0].positions")
+
+
+# -- on the worker ------------------------------------------------------------------------------------------------------------
+
+WRITTEN = [10, 11, 500, 12, 13, 500, 14, 15]
+
+
+class Range:
+    def __init__(self, offset: int, length: int):
+        self.offset, self.length = offset, length
+
+
+MADE = {"prompt_token_ids": [10, 11, 500, 500, 500, 12, 13, 7, 500, 14, 15], "mm_placeholders": {"image": [Range(2, 3), Range(7, 2)]}}
+
+
+def ask(positions: Any, **fields: Any) -> EngineRequest:
+    captures = [StoredCapture(sites={"post_block": [0]}, positions=positions, tag="t")]
+    return EngineRequest(
+        **{"job": "j", "request": 0, "attempt": 1, "token_ids": WRITTEN, "sampling": Sampling(), "captures": captures, "images": REFS}
+        | fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "seen"),
+    [
+        ([0, 1], [0, 1]),
+        ([2], [2, 3, 4]),
+        ([3, 5, 7], [5, 7, 8, 10]),
+        ([inside(0, 1), inside(1, 1)], [3, 8]),
+        ("last_prompt", "last_prompt"),
+        (Window(start=2, stop=5), Window(start=2, stop=7)),
+        (Window(start=6), Window(start=9)),
+        (Window(start=8, stop=10), Window(start=11, stop=13)),
+    ],
+)
+def test_places_as_written_become_positions_as_the_model_sees_them(written: Any, seen: Any) -> None:
+    found = expanded(ask(written), MADE)
+    assert found.captures[0].positions == seen
+    assert [(span.digest, span.start, span.stop) for span in found.spans] == [("a", 2, 5), ("b", 7, 9)]
+    assert found.token_ids == MADE["prompt_token_ids"]
+
+
+def test_a_token_that_an_image_has_not_is_refused_by_its_field() -> None:
+    with pytest.raises(MidstreamError, match="image 1 has no token 2") as refused:
+        expanded(ask([inside(1, 2)]), MADE)
+    assert (refused.value.field, refused.value.allowed) == ("capture.positions", "0 to 1")
+
+
+@pytest.mark.parametrize("place", [1, 6, 10])
+def test_a_processor_that_changes_text_is_found_out(place: int) -> None:
+    changed = [*MADE["prompt_token_ids"]]
+    changed[place] = 99
+    with pytest.raises(MidstreamError, match="changed tokens around an image"):
+        align(WRITTEN, REFS, MADE | {"prompt_token_ids": changed})
+
+
+def test_an_expanded_prompt_that_is_too_long_fails_and_one_that_fills_generates_less() -> None:
+    long = expanded(ask("all", sampling=Sampling(max_tokens=9)), MADE)
+    assert fitted(long, 20).sampling.max_tokens == 9
+    with pytest.raises(MidstreamError, match="has 11 tokens with its images") as refused:
+        fitted(long, 19)
+    assert refused.value.kind == "prompt_too_long"
+    assert fitted(expanded(ask("all", sampling=Sampling(max_tokens=9), fills=True), MADE), 19).sampling.max_tokens == 8
+
+
+def test_a_damaged_file_is_a_typed_error_that_names_the_image() -> None:
+    with pytest.raises(MidstreamError, match="image 1 of the prompt cannot be decoded") as refused:
+        prompt_with_images(WRITTEN, [PNG, file_of("PNG", 64, 64)[:60]])
+    assert (refused.value.kind, refused.value.field) == ("invalid_request", "messages")
+
+
+# -- the client ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_client_takes_paths_bytes_and_pillow(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    for image in (tmp_path / "a.png", str(tmp_path / "a.png"), PNG, Image.new("RGB", (3, 2))):
+        assert image_part(image)["image_url"]["url"].startswith("data:image/png;base64,")
+    (message,) = with_images([{"role": "user", "content": "look"}], [PNG])
+    assert message["content"] == [picture(URL), {"type": "text", "text": "look"}]
+    for wrong, words in ((tmp_path / "b.png", "cannot be read"), (b"x", "is not a PNG"), (5, "is a int")):
+        with pytest.raises(MidstreamError, match=words) as refused:
+            with_images([{"role": "user", "content": "look"}], [PNG, wrong])
+        assert refused.value.field == "images[1]"
+    assert digest_of(PNG) == digest_of(bytes(PNG))
