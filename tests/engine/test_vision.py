@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from fidelity import ALL, Truth, capture, judge, options_of
 from fidelity_page import Way
 from host import Host, capture_of, prompt_of
 from nursery import Nursery
 from PIL import Image
 from reference import Edit, Reference
-from tiny_vision import CHECKPOINTS, PROCESSORS, checkpoint, with_images
+from tiny_vision import CHECKPOINTS, PLACES, PROCESSORS, checkpoint, with_images
 from transformers import AutoProcessor
 
 from midstream.schemas.images import ImageRef, digest_of, inside
@@ -43,14 +44,16 @@ def picture(seed: int, width: int, height: int) -> tuple[Image.Image, bytes]:
 PICTURES = [picture(1, 60, 40), picture(2, 30, 90)]
 
 
-def prompt_with(placeholder: list[int], pictures: list[tuple[Image.Image, bytes]] = PICTURES) -> tuple[list[int], list[ImageRef]]:
-    """A prompt as written: words, and an image behind each five of them."""
+def prompt_with(
+    placeholder: list[int], pictures: list[tuple[Image.Image, bytes]] = PICTURES, around: tuple[list[int], list[int]] = ([], [])
+) -> tuple[list[int], list[ImageRef]]:
+    """A prompt as written: words, and an image behind each five of them; `around`: tokens before and after each image."""
     ids: list[int] = []
     images = []
     for number, (_, data) in enumerate(pictures):
-        ids += [word % 400 for word in prompt_of(5, seed=number)]
+        ids += [word % 400 for word in prompt_of(5, seed=number)] + around[0]
         images.append(ImageRef(digest=digest_of(data), start=len(ids), stop=len(ids) + len(placeholder)))
-        ids += placeholder
+        ids += placeholder + around[1]
     return ids + prompt_of(4, seed=9), images
 
 
@@ -60,11 +63,13 @@ def job_with(host: Host, ids: list[int], images: list[ImageRef], pictures: list[
     return msgspec.structs.replace(job, prompts=[msgspec.structs.replace(job.prompts[0], images=images)])
 
 
-def seen_by_transformers(path: Path, pictures: list[tuple[Image.Image, bytes]] = PICTURES) -> tuple[int, dict[str, Any]]:
+def seen_by_transformers(
+    path: Path, pictures: list[tuple[Image.Image, bytes]] = PICTURES, place: str = "<image>"
+) -> tuple[int, dict[str, Any]]:
     """How many tokens of images transformers' own processor gives, and what the model gets beside the tokens."""
     stand_in()
     processor = AutoProcessor.from_pretrained(path)
-    made = processor(text=["w5 <image> " * len(pictures)], images=[[image for image, _ in pictures]], return_tensors="pt")
+    made = processor(text=[f"w5 {place} " * len(pictures)], images=[[image for image, _ in pictures]], return_tensors="pt")
     beside = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}
     return made["input_ids"][0].tolist().count(500), beside
 
@@ -76,7 +81,8 @@ def test_prompts_with_images_give_transformers_rows_plain_and_edited(name: str, 
     host = nursery.host(tmp_path / "engine", path, **options_of(EAGER))
     try:
         hooks, placeholder = tuple(host.info["hooks"]), host.info["image_placeholder"]
-        ids, images = prompt_with(placeholder)
+        assert host.info["images"], host.info["images_refused"]
+        ids, images = prompt_with(placeholder, around=([502], [503]) if name.startswith("qwen") else ([], []))
         everything = capture_of([], "all", sites={hook: ALL for hook in hooks})
         second = capture_of([1], [images[1].start], tag="second")
         added, put = 4 * np.random.default_rng(5).normal(size=(2, 64)).astype(np.float32)
@@ -90,7 +96,7 @@ def test_prompts_with_images_give_transformers_rows_plain_and_edited(name: str, 
         of_second = host.capture(plain, 1).positions()
     finally:
         host.close()
-    tokens, beside = seen_by_transformers(path)
+    tokens, beside = seen_by_transformers(path, place=PLACES.get(name, "<image>"))
     ids_seen = readers[plain.id].token_ids()
     prompt_tokens = outputs[plain.id][0].prompt_tokens
     assert ids_seen[:prompt_tokens].count(500) == tokens
@@ -105,6 +111,8 @@ def test_prompts_with_images_give_transformers_rows_plain_and_edited(name: str, 
     ]
     truth, beyond = Reference(path), {}
     for job, these in ((plain, []), (edited, edits)):
+        if "mm_token_type_ids" in beside:
+            beside["mm_token_type_ids"] = torch.tensor([[int(token == 500) for token in readers[job.id].token_ids()]])
         wanted = truth.rows(readers[job.id].token_ids(), these, images=beside)
         for (hook, layer), right in wanted.items():
             error = np.linalg.norm(readers[job.id].array(layer, hook) - right, axis=-1) / np.linalg.norm(right, axis=-1)

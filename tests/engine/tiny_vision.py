@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from tiny import _GROUPED, VOCABULARY, WINDOW, Checkpoint
 from transformers import PreTrainedTokenizerFast
 
+from midstream.workers.engine.no_torchvision import stand_in
+
 _TEXT: dict[str, Any] = _GROUPED | {"head_dim": 32}
 _VISION: dict[str, Any] = {
     "hidden_size": 64,
@@ -27,6 +29,7 @@ _VISION: dict[str, Any] = {
 #: Sizes of an image, in pixels, that LLaVA-NeXT cuts into squares of `image_size`.
 _GRID = [[28, 56], [56, 28], [56, 56]]
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+_INTERLEAVED = {"rope_parameters": _MROPE["rope_parameters"] | {"mrope_interleaved": True}}
 _QWEN_TOKENS = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
 _QWEN2_VISION = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14, "spatial_merge_size": 2}
 _QWEN25_VISION = {
@@ -86,7 +89,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     ),
     "qwen2-vl": _vision("Qwen2VL", "Qwen2VL", _narrow("qwen2_vl_text", **_MROPE), _QWEN2_VISION, **_QWEN_TOKENS),
     "qwen2.5-vl": _vision("Qwen2_5_VL", "Qwen2_5_VL", _narrow("qwen2_5_vl_text", **_MROPE), _QWEN25_VISION, **_QWEN_TOKENS),
-    "qwen3-vl": _vision("Qwen3VL", "Qwen3VL", _TEXT | {"model_type": "qwen3_vl_text"} | _MROPE, _QWEN3_VISION, **_QWEN_TOKENS),
+    "qwen3-vl": _vision("Qwen3VL", "Qwen3VL", _TEXT | {"model_type": "qwen3_vl_text"} | _INTERLEAVED, _QWEN3_VISION, **_QWEN_TOKENS),
     "idefics3": _vision(
         "Idefics3",
         "Idefics3",
@@ -128,6 +131,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         _VISION | {"model_type": "siglip_vision_model"},
         image_token_index=500,
         video_token_index=501,
+        image_grid_pinpoints=_GRID,
     ),
 }
 #: Served by nothing: every token of a prompt attends to all others.
@@ -202,8 +206,35 @@ def _gemma3() -> Any:
     return transformers.Gemma3Processor(_pil("gemma3", "Gemma3", size={"height": 28, "width": 28}), tokenizer, image_seq_length=4)
 
 
-#: Those whose processor runs without torchvision: it has no part for videos.
-PROCESSORS: dict[str, Callable[[], Any]] = {"llava": _llava, "llava-next": _llava_next, "idefics3": _idefics3}
+def _mistral3() -> Any:
+    images = _pil("pixtral", "Pixtral", size={"longest_edge": 56}, patch_size={"height": 14, "width": 14})
+    words = _words({500: "[IMG]", 502: "[IMG_BREAK]", 503: "[IMG_END]"})
+    return transformers.PixtralProcessor(images, words, patch_size=14, spatial_merge_size=2)
+
+
+_QWEN_WORDS = {500: "<|image_pad|>", 501: "<|video_pad|>", 502: "<|vision_start|>", 503: "<|vision_end|>"}
+
+
+def _qwen(name: str, patch_size: int = 14) -> Any:
+    size = {"shortest_edge": (2 * patch_size) ** 2, "longest_edge": (8 * patch_size) ** 2}
+    images = _pil("qwen2_vl", "Qwen2VL", size=size, patch_size=patch_size)
+    videos = getattr(transformers, "Qwen3VLVideoProcessor" if name == "Qwen3VL" else "Qwen2VLVideoProcessor")
+    return getattr(transformers, f"{name}Processor")(images, _words(_QWEN_WORDS), videos())
+
+
+#: Name → its processor, which runs without torchvision.
+PROCESSORS: dict[str, Callable[[], Any]] = {
+    "llava": _llava,
+    "llava-next": _llava_next,
+    "idefics3": _idefics3,
+    "mistral3": _mistral3,
+    "qwen2-vl": lambda: _qwen("Qwen2VL"),
+    "qwen2.5-vl": lambda: _qwen("Qwen2_5_VL"),
+    "qwen3-vl": lambda: _qwen("Qwen3VL", 16),
+}
+#: How a prompt has an image.
+_QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+PLACES = {"mistral3": "[IMG]", "qwen2-vl": _QWEN_PLACE, "qwen2.5-vl": _QWEN_PLACE, "qwen3-vl": _QWEN_PLACE}
 #: Each message, its parts in turn; an image is its placeholder.
 CHAT = (
     "{% for message in messages %}w3 {% for part in message['content'] %}"
@@ -213,18 +244,20 @@ CHAT = (
 
 def with_images(name: str, path: Path) -> Path:
     """Write the named checkpoint with its processor and a chat template, unless it is there."""
+    stand_in()
     checkpoint(name, path)
     if not (path / "processor_config.json").exists():
         processor = PROCESSORS[name]()
-        processor.tokenizer.chat_template = CHAT
+        processor.tokenizer.chat_template = CHAT.replace("<image>", PLACES.get(name, "<image>"))
         processor.save_pretrained(path)
         processor.tokenizer.save_pretrained(path)
-        _as_published(path / "model.safetensors")
+        if name.startswith("llava"):
+            _as_published(path / "model.safetensors")
     return path
 
 
 def _as_published(file: Path) -> None:
-    """transformers leaves out a level of CLIP's names, which the checkpoints on the hub have and vLLM expects."""
+    """transformers leaves out a level of the encoder's names, which the checkpoints on the hub have and vLLM expects."""
     tensors = load_file(file)
     level = "vision_tower.vision_model."
     named = {key if level in key else key.replace("vision_tower.", level): value for key, value in tensors.items()}

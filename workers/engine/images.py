@@ -22,6 +22,10 @@ from ...schemas.images import ImageRef, ImageSpan, of_image
 from ...schemas.selectors import PositionSelector, Window
 from .protocol import EngineRequest
 
+#: Architectures whose rows of prompts with images were compared with transformers'.
+COMPARED = frozenset(
+    f"{name}ForConditionalGeneration" for name in ("Idefics3", "Llava", "LlavaNext", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
+)
 #: Of the image that finds out what a placeholder is.
 _PROBE_SIZE = (64, 48)
 
@@ -134,6 +138,8 @@ def images_of(config: VllmConfig, limit: int) -> Images:
         return Images(0, [], "the model takes text only")
     if not limit:
         return Images(0, [], "the setting images_per_prompt is 0")
+    if model.architectures[0] not in COMPARED:
+        return Images(0, [], f"rows of prompts with images were compared with transformers' for {', '.join(sorted(COMPARED))} only")
     if model.is_mm_prefix_lm:
         return Images(0, [], "tokens of an image attend to later ones in transformers' model, which is not proven of vLLM's")
     if parallel.pipeline_parallel_size > 1 or config.speculative_config is not None or config.lora_config is not None:

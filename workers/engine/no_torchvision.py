@@ -7,6 +7,7 @@ used, with a message that says what is missing; transformers goes on with its pr
 
 import importlib.machinery
 import importlib.util
+import logging
 import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
@@ -14,7 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 NAME = "torchvision"
+_VIDEO_BASES = ("BaseVideoProcessor", "VideoProcessorMixin")
 
 
 class MissingTorchvisionError(ImportError):
@@ -64,6 +68,36 @@ def install() -> None:
     for available in (import_utils.is_torchvision_available, import_utils.is_torchvision_v2_available):
         available()  # remembered by transformers: it is not there
     sys.meta_path.append(_Finder())
+    try:
+        _make_video_processors()
+    except (AttributeError, ImportError) as error:  # another transformers: those models are served with text only
+        logger.warning("image processors of models that also take videos do not run without torchvision: %s", error)
+
+
+def _make_video_processors() -> None:
+    """Have transformers make processors for videos, and those that have one: a model's processor is made of all its parts.
+
+    It puts classes that refuse in the place of all that need torchvision; image processors have others for PIL. Videos are refused
+    before they would reach one.
+    """
+    from transformers.utils import import_utils
+
+    lazy = import_utils._LazyModule
+    look_up = lazy.__getattr__
+
+    def found(module: Any, name: str) -> Any:
+        if name in _VIDEO_BASES:
+            return getattr(importlib.import_module("transformers.video_processing_utils"), name)
+        missing = module.__dict__.get("_object_missing_backend", {})
+        if list(missing.get(name, ())) == [NAME] and not _of_images(name):
+            del missing[name]
+        return look_up(module, name)
+
+    lazy.__getattr__ = found
+
+
+def _of_images(name: str) -> bool:
+    return "ImageProcessor" in name or "image_process" in name
 
 
 def stand_in() -> None:
