@@ -162,8 +162,8 @@ def held_layers(model: nn.Module, adapter: Adapter) -> list[tuple[int, nn.Module
 def decoder(model: nn.Module, adapter: Adapter) -> nn.Module:
     """The module whose forward runs the decoder layers. Some language models are that alone, and their head is above."""
     below, (path, _, layers) = language_model(model), adapter.layers.rpartition(".")
-    decoder: nn.Module = below if hasattr(below, layers) else _submodule(below, path, adapter)
-    return decoder
+    found: nn.Module = below if hasattr(below, layers) else _submodule(below, path, adapter)
+    return found
 
 
 def _submodule(module: nn.Module, path: str, adapter: Adapter) -> Any:
