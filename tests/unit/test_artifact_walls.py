@@ -33,6 +33,7 @@ OPENS: dict[str, str] = {
     "client/cli/options.py": "the user's vectors and options",
     "client/cli/stack.py": "logs; sizes of all parts of the data directory",
     "client/cli/sweeps.py": "the user's sweep",
+    "client/images.py": "the user's images",
     "client/sdk/discovery.py": "/proc, and the state of a stack",
     "client/sdk/download.py": "the user's copies of capture files",
     "client/sdk/steering.py": "the user's vectors",
@@ -50,13 +51,16 @@ OPENS: dict[str, str] = {
     "workers/app.py": "the note of why a worker failed",
     "workers/demo_model.py": "the demo model",
     "workers/engine/certificate.py": "certificates",
+    "workers/engine/checkpoint.py": "the config and the names of the weights of a checkpoint",
     "workers/engine/identity.py": "the lock of a worker id",
+    "workers/engine/images.py": "a request's images, in memory",
     "workers/engine/vllm_options.py": "vLLM's logging options",
     "workers/runner/host_memory.py": "memory without a file",
     "workers/runner/loras.py": "copies of LoRA adapters",
     "workers/runner/process.py": "/proc",
     "workers/runner/quantisation.py": "a checkpoint's files",
     "workers/runner/slabs.py": "rows that wait on the disk before they are captures",
+    "workers/runner/vllm_source.py": "vLLM's source",
 }
 #: Modules that name the capture root without opening a store: to show it, or to hand it to a rank.
 NAMES = {"broker/ledger/views.py", "client/cli/demo.py", "workers/engine/vllm.py"}

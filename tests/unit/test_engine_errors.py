@@ -22,6 +22,8 @@ SAID = {
     "1 validation error for ModelConfig\n  Value error, User-specified max_model_len (1000000) is greater than the derived max_model_len "
     "(max_position_embeddings=8192.0 or model_max_length=8192 in model's config.json).": "max_model_len=1000000 exceeds the model",
     "max_num_batched_tokens (16) must be greater than or equal to max_num_seqs (64).": "max_num_batched_tokens=16 is less than",
+    "The repository /models/own contains custom code which must be executed to correctly load the model. Please pass the argument "
+    "`trust_remote_code=True` to allow custom code to be run.": "the checkpoint comes with code of its own",
     "Total number of attention heads (9) must be divisible by tensor parallel size (7).": "tensor_parallel_size=7 does not divide",
 }
 

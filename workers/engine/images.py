@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 from PIL import Image
 from vllm import TokensPrompt
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.image import convert_image_mode
 from vllm.multimodal.processing import ProcessorInputs, TimingContext
@@ -133,7 +133,7 @@ class Images(NamedTuple):
 
 def images_of(config: VllmConfig, limit: int) -> Images:
     """Whether a model takes images here, up to `limit` in one prompt. Its own processor is tried, with a small one."""
-    model, parallel = config.model_config, config.parallel_config
+    model = config.model_config
     if not model.is_multimodal_model:
         return Images(0, [], "the model takes text only")
     if not limit:
@@ -142,12 +142,24 @@ def images_of(config: VllmConfig, limit: int) -> Images:
         return Images(0, [], f"rows of prompts with images were compared with transformers' for {', '.join(sorted(COMPARED))} only")
     if model.is_mm_prefix_lm:
         return Images(0, [], "tokens of an image attend to later ones in transformers' model, which is not proven of vLLM's")
-    if parallel.pipeline_parallel_size > 1 or config.speculative_config is not None or config.lora_config is not None:
-        return Images(0, [], "images with pipeline stages, draft tokens or LoRA adapters are untested")
+    if untested := ", ".join(name for name, used in _untested(config).items() if used):
+        return Images(0, [], f"images are untested with {untested}")
     try:
         return Images(limit, _placeholder(model))
     except Exception as error:  # whatever a processor may raise, it is what stands in the way
         return Images(0, [], f"the model's image processor does not run here: {' '.join(str(error).split())[:300] or type(error).__name__}")
+
+
+def _untested(config: VllmConfig) -> dict[str, bool]:
+    """What rows of prompts with images were not compared with → whether it is used."""
+    parallel = config.parallel_config
+    return {
+        "several ranks": parallel.world_size > 1,
+        "the v2 runner": config.use_v2_model_runner,
+        "compiled forwards": config.compilation_config.mode not in (None, CompilationMode.NONE),
+        "draft tokens": config.speculative_config is not None,
+        "LoRA adapters": config.lora_config is not None,
+    }
 
 
 def _placeholder(model: Any) -> list[int]:
