@@ -5,7 +5,7 @@ import re
 #: What vLLM (0.32) says → what that means here; groups of the match fill the braces.
 REASONS: tuple[tuple[str, str], ...] = (
     (
-        r"(?:trust_remote_code|trust-remote-code)",
+        r"(?<!--engine )(?:trust_remote_code|trust-remote-code)",
         "the checkpoint comes with code of its own, or its model_type is known neither to vLLM nor to transformers. If you trust "
         "that code, allow it to run: --engine trust_remote_code=true. Otherwise use a checkpoint without code",
     ),

@@ -87,6 +87,11 @@ SEAMS: tuple[Seam, ...] = (
     Seam("vllm.v1.core.sched.output:CachedRequestData", ("req_ids", "resumed_req_ids", "num_computed_tokens"), _ADAPTERS),
     Seam("vllm.v1.outputs:ModelRunnerOutput", ("req_ids",), "quarantine.py"),
     Seam("vllm.v1.outputs:AsyncModelRunnerOutput", ("get_output",), "quarantine.py"),
+    # Images, and the chat template that they are written by
+    Seam("vllm.multimodal", ("MULTIMODAL_REGISTRY",), "engine/images.py"),
+    Seam("vllm.multimodal.image", ("convert_image_mode",), "engine/images.py"),
+    Seam("vllm.multimodal.processing", ("ProcessorInputs", "TimingContext"), "engine/images.py"),
+    Seam("vllm.renderers.hf", ("resolve_chat_template", "resolve_chat_template_content_format"), "engine/tokenizer.py"),
     # The scheduler
     Seam(
         "vllm.v1.core.sched.scheduler:Scheduler",
