@@ -31,8 +31,14 @@ class Certificate(Published):
     seconds: float  # that it took
     proven: list[str]  # hook points
     absent: dict[str, str] = {}  # hook point → why it is not served
+    unproven: dict[str, str] = {}  # hook point that is served all the same → why nothing proves it: its neighbours are not installed
     laws: list[LawFigure] = []
     not_compared: dict[str, str] = {}  # law → why it was not checked
+
+    @property
+    def served(self) -> list[str]:
+        """Hook points, in the order of those that are proven, then the others."""
+        return [*self.proven, *self.unproven]
 
     @property
     def failed(self) -> list[LawFigure]:

@@ -41,6 +41,13 @@ def certificate_of(host: Host) -> Certificate:
     return made
 
 
+def test_a_hook_of_the_table_is_served_unproven_without_its_neighbours(start: Callable[..., Host]) -> None:
+    host = start("llama", hooks="attn_out")
+    made = certificate_of(host)
+    assert (made.proven, list(made.unproven), host.info["hooks"]) == ([], ["attn_out"], ["attn_out"])
+    assert host.info["caveats"] == ["attn_out is unproven: the setting hooks leaves out what would prove it"]
+
+
 def test_every_hook_is_proven_and_nothing_of_the_run_is_left(start: Callable[..., Host]) -> None:
     host = start("llama")
     made = certificate_of(host)

@@ -172,6 +172,9 @@ def test_a_hook_without_its_neighbours_is_not_proven() -> None:
     assert verdict(shape.hooks, found, LAYERS, routed=False)[0] == {}
     alone = verdict(["attn_out"], [], LAYERS, routed=False)[0]
     assert "pre_attn and post_attn" in alone["attn_out"]
+    unshown: dict[Hook, str] = {}
+    assert verdict(["attn_out"], [], LAYERS, routed=False, unshown=unshown)[0] == {}
+    assert unshown == alone
 
 
 def added_at(hook: Hook, layer: int) -> torch.Tensor:

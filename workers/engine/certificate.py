@@ -64,8 +64,10 @@ class Access:
     chunked: bool
 
 
-async def certify(access: Access, info: ModelInfo, **facts: Any) -> Certificate:
+async def certify(access: Access, info: ModelInfo, *, trusted: bool = False, **facts: Any) -> Certificate:
     """Run it, for the hooks of `info`. `facts`: fields of the certificate that only the engine knows. The ranks forget the run.
+
+    `trusted`: a hook whose neighbours are not installed is served unproven, and the certificate says so.
 
     Raises Uncertified where `pre_attn` and `post_block` cannot be proven.
     """
@@ -78,13 +80,15 @@ async def certify(access: Access, info: ModelInfo, **facts: Any) -> Certificate:
     finally:
         await access.call("midstream_certify", ("end", {}))
     hooks = [hook for hook in HOOKS if hook in info.hooks]
-    absent, laws = verdict(hooks, findings, info.num_layers, routed=routed)
+    unshown: dict[Hook, str] = {}
+    absent, laws = verdict(hooks, findings, info.num_layers, routed=routed, unshown=unshown if trusted else None)
     certificate = Certificate(
         model=info.name, architecture=info.architecture, version=info.version, runner=info.runner, dtype=info.dtype, tp=info.tp, pp=info.pp,
-        created=time.time(), seconds=time.monotonic() - started, proven=[hook for hook in hooks if hook not in absent],
+        created=time.time(), seconds=time.monotonic() - started, proven=[hook for hook in hooks if hook not in {**absent, **unshown}],
+        unproven={str(hook): why for hook, why in unshown.items()},
         absent={str(hook): why for hook, why in absent.items()}, laws=[_figure(law) for law in laws], not_compared=skipped, **facts,
     )  # fmt: skip
-    if not certificate.proven or any(hook in absent for hook in STREAM):
+    if not (certificate.proven or unshown) or any(hook in absent for hook in STREAM):
         what = "the residual stream" if certificate.proven else "any of its hooks"
         broken = "; ".join(f"{hook}: {why}" for hook, why in absent.items())
         raise Uncertified(f"{info.architecture}: the rows of {what} could not be proven: {broken}")

@@ -184,10 +184,13 @@ class VllmEngine(RankControl):
             images_refused=images.refused,
             image_placeholder=images.placeholder,
         )
-        await self._certify()
+        await self._certify(trusted=adapter.variant.known and settings.hooks != "all")
 
-    async def _certify(self) -> None:
-        """Prove the hook points with real requests; what is not proven is absent from `info`. Raises Uncertified."""
+    async def _certify(self, *, trusted: bool) -> None:
+        """Prove the hook points with real requests; what is not proven is absent from `info`. Raises Uncertified.
+
+        `trusted`: the table says where the hooks are, and the setting `hooks` leaves some out. What only these would prove is served.
+        """
         if not self._settings.certify:
             return
         config = self._llm.vllm_config
@@ -203,7 +206,7 @@ class VllmEngine(RankControl):
         )
         mode = "eager" if self._settings.enforce_eager else "compiled"
         try:
-            certificate = await certify(access, self.info, vllm=vllm.__version__, mode=mode)
+            certificate = await certify(access, self.info, trusted=trusted, vllm=vllm.__version__, mode=mode)
             self._vectors.forget()  # as the ranks did
             await self._llm.reset_prefix_cache()
         except BaseException:
@@ -213,16 +216,17 @@ class VllmEngine(RankControl):
         logger.info("certified in %.1f s: %s; %s", certificate.seconds, ", ".join(certificate.proven), path)
         for hook, why in certificate.absent.items():
             logger.warning("hook %s is not served: %s", hook, why)
+        served = [hook for hook in self.info.hooks if hook in certificate.served]
+        unproven = [f"{hook} is unproven: the setting hooks leaves out what would prove it" for hook in certificate.unproven]
         self.info = msgspec.structs.replace(
             self.info,
-            hooks=certificate.proven,
+            hooks=served,
+            caveats=[*self.info.caveats, *unproven],
             absent={**self.info.absent, **certificate.absent},
             certificate=certificate,
-            global_captures=from_settings(
-                self._settings, self.info.num_layers, certificate.proven, self.info.capture_row_limit * len(self._stages)
-            ),
+            global_captures=from_settings(self._settings, self.info.num_layers, served, self.info.capture_row_limit * len(self._stages)),
         )
-        self.enters = self.enters and "pre_attn" in certificate.proven
+        self.enters = self.enters and "pre_attn" in served
 
     async def generate(self, ask: EngineRequest, global_steering: GlobalSteering) -> AsyncGenerator[Progress, None]:
         ask, prompt = await self._prompt(ask)

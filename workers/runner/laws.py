@@ -231,13 +231,15 @@ def combine(findings: Iterable[Finding], *, routed: bool) -> list[Law]:
     return made
 
 
-def verdict(hooks: Sequence[Hook], findings: Iterable[Finding], num_layers: int, *, routed: bool) -> tuple[dict[Hook, str], list[Law]]:
+def verdict(
+    hooks: Sequence[Hook], findings: Iterable[Finding], num_layers: int, *, routed: bool, unshown: dict[Hook, str] | None = None
+) -> tuple[dict[Hook, str], list[Law]]:
     """Hook → why it is not proven (hooks that are proven are missing), and all laws.
 
     A law that fails says that one of its rows is wrong, not which. The smallest set of hooks without which every law holds is taken,
     branches first. What an edit does is then judged by rows that are right, and blamed on the hook that is edited. A hook that no
     law which holds speaks about in some layer is not proven either, but for the stream at its two ends: what enters the first
-    layer, and what leaves the last, has no neighbour.
+    layer, and what leaves the last, has no neighbour. `unshown`: takes the hooks that nothing proves, and nothing disproves.
     """
     found = list(findings)
     laws = combine((finding for finding in found if not finding.edit), routed=routed)
@@ -255,7 +257,9 @@ def verdict(hooks: Sequence[Hook], findings: Iterable[Finding], num_layers: int,
         lacking = sorted(set(range(num_layers)) - covered)
         if hook not in absent and lacking and lacking != [{"pre_attn": 0, "post_block": num_layers - 1}.get(hook)]:
             beside = " and ".join(NEIGHBOURS[hook])
-            absent[hook] = f"nothing proves its rows, in layer {lacking[0]} for one: only beside {beside} can they be proven"
+            (absent if unshown is None else unshown)[hook] = (
+                f"nothing proves its rows, in layer {lacking[0]} for one: only beside {beside} can they be proven"
+            )
     return absent, [*laws, *edits]
 
 
