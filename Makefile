@@ -35,7 +35,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-faults test-compose fidelity walk quantised smoke-vllm lens bench bench-gpu lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-matrix test-faults test-compose fidelity walk quantised smoke-vllm lens bench bench-gpu lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,8 +97,8 @@ test-system: $(READY) model ## system tests: real Redis, Celery, ZeroMQ and HTTP
 test-engine: $(READY) model ## engine tests: real vLLM on CPU
 	@echo "== engine tests"
 	@failed=0; \
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "not ranks and not long" tests/engine || failed=1; \
-	$(PYTEST) -m "ranks and not long" tests/engine || failed=1; \
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "not ranks and not long and not matrix" tests/engine || failed=1; \
+	$(PYTEST) -m "ranks and not long and not matrix" tests/engine || failed=1; \
 	exit $$failed
 
 test-long: $(READY) model ## long tests: every block of the docs, attacks on other requests' numbers (ATTACK_SECONDS=600: ten minutes per dtype), …
@@ -106,6 +106,14 @@ test-long: $(READY) model ## long tests: every block of the docs, attacks on oth
 	@failed=0; \
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "long and not ranks" tests || failed=1; \
 	$(PYTEST) -m "long and ranks" tests/engine || failed=1; \
+	exit $$failed
+
+# Tables whose every row is an engine of its own. After a change of vLLM, of a table, or of what its rows share.
+test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family and quantised format, and the smoke of vLLM versions; an hour
+	@echo "== matrix tests"
+	@failed=0; \
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "matrix and not ranks" tests/engine || failed=1; \
+	$(PYTEST) -m "matrix and ranks" tests/engine || failed=1; \
 	exit $$failed
 
 test-faults: $(READY) model ## fault gate: 10,000 jobs with a fixed seed and with a random one, and a real engine killed ten times

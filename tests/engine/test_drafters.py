@@ -36,7 +36,7 @@ TARGETS: dict[str, Callable[[Path], Path]] = {
 #: One runs in every test run, the others in the long ones.
 USUAL = ("v1", "eagle3")
 WAYS = [
-    pytest.param(way, id="-".join(way), marks=[] if way == USUAL else [pytest.mark.long])
+    pytest.param(way, id="-".join(way), marks=[] if way == USUAL else [pytest.mark.matrix])
     for way in [*((runner, name) for runner in ("v1", "v2") for name in TARGETS), ("compiled", "eagle3")]
 ]
 
@@ -190,7 +190,7 @@ def test_a_request_ends_where_it_ends_without_drafts(drafting: Drafting) -> None
         check(drafting, job, tokens[:length], [])
 
 
-@pytest.mark.long  # vLLM compiles what ranks them: 20 s
+@pytest.mark.matrix  # vLLM compiles what ranks them: 20 s
 def test_log_probabilities_of_accepted_tokens_are_the_models(drafting: Drafting) -> None:
     host = drafting.host
     job = host.job(prompt(2), max_tokens=20, logprobs=4)
@@ -295,7 +295,7 @@ def test_what_an_eagle3_head_reads_are_our_rows(drafting: Drafting) -> None:
         assert np.array_equal(ours, theirs), (AUX_LAYERS[number], relative_error(ours, theirs))
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_two_ranks_agree_on_tokens_rows_and_receipts(two_ranks: None, tmp_path: Path) -> None:
     target = echo_target(tmp_path / "target")
     head = str(eagle3_head(tmp_path / "head", target))
@@ -335,7 +335,7 @@ def test_a_head_of_another_model_is_refused_before_the_engine_starts(options: di
         asyncio.run(VllmEngine(settings).start())
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_head_that_reads_layers_that_are_not_there_is_refused_when_it_is_loaded(nursery: Nursery, tmp_path: Path) -> None:
     target = echo_target(tmp_path / "target")
     head = eagle3_head(tmp_path / "head", target, eagle_aux_hidden_state_layer_ids=[1, 3, 9])

@@ -41,7 +41,7 @@ def run_case(case: Case, folder: Path, nurseries) -> str:
 
 
 def _marks(case: Case) -> list[pytest.MarkDecorator]:
-    return [] if case.fast else [pytest.mark.long] + ([pytest.mark.ranks] if case.ranks > 1 else [])
+    return [] if case.fast else [pytest.mark.matrix] + ([pytest.mark.ranks] if case.ranks > 1 else [])
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id, marks=_marks(case)) for case in CASES])

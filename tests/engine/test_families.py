@@ -11,7 +11,7 @@ FP32, BF16 = Way("v1", "eager", "float32"), Way("v1", "eager", "bfloat16")
 #: A hybrid, and experts with sinks: the others take minutes.
 SHORT = {("falcon-h1", FP32), ("gpt-oss", FP32)}
 CASES = [
-    pytest.param(name, way, id=f"{name} {way.name}", marks=[] if (name, way) in SHORT else pytest.mark.long)
+    pytest.param(name, way, id=f"{name} {way.name}", marks=[] if (name, way) in SHORT else pytest.mark.matrix)
     for name in FAMILIES
     for way in (FP32, BF16)
     if way == BF16 or name not in BF16_ONLY
@@ -41,7 +41,7 @@ def test_every_hook_of_a_family_gives_transformers_rows_and_tokens(name: str, wa
     assert exceeded(name, way, tmp_path, nurseries("v1")) == {}
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "way"), RECURRENT, ids=[name for name, _ in RECURRENT])
 def test_rows_of_recurrent_layers_are_right_across_chunks_of_a_prefill(name: str, way: Way, nurseries, tmp_path: Path) -> None:
     """Seven prompts of 40 tokens: a step holds parts of two of them."""

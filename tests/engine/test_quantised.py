@@ -59,7 +59,7 @@ def test_every_hook_gives_the_rows_of_the_dequantised_checkpoint(form: str, made
     compare("llama", form, Way("v1", "eager", SHORTLY[form]), made, nurseries, tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "form", "way"), LONG, ids=[f"{name} {form} {way.name}" for name, form, way in LONG])
 def test_other_models_and_ways_give_the_rows_of_the_dequantised_checkpoint(
     name: str, form: str, way: Way, made: Maker, nurseries, tmp_path

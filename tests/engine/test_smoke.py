@@ -24,7 +24,7 @@ from midstream.schemas.settings import Settings
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.runner import seams
 
-pytestmark = [pytest.mark.long, pytest.mark.ranks]
+pytestmark = [pytest.mark.matrix, pytest.mark.ranks]
 
 #: Way → (checkpoint, settings, environment).
 WAYS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
