@@ -346,7 +346,9 @@ def _models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
         if made is None:
             yield Finding("warn", about, "its hook points were not certified", "start the worker with the setting certify=true")
             continue
-        found = f"certified in {made['seconds']:.1f} s: {', '.join(made['proven'])}"
+        found = f"certified in {made['seconds']:.1f} s: {', '.join(made['proven']) or 'no hook'}"
+        if made.get("unproven"):
+            found += f"; served unproven: {', '.join(made['unproven'])}"
         if made["absent"]:
             yield Finding("warn", about, f"{found}; not served: {reasons}", "see docs/architectures.md, and the worker's log")
         else:

@@ -296,9 +296,14 @@ def patient_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bad(stack: Seen) -> dict[str, Finding]:
-    """What the doctor does not like, by what it is about."""
+    """What the doctor does not like, by what it is about; a fake model has nothing to certify."""
     found = examine(stack.settings, stack.settings.redis_url, stack.url)
-    return {finding.about: finding for finding in found if finding.level != "ok"}
+    return {finding.about: finding for finding in found if finding.level != "ok" and finding.about != "model fake-model"}
+
+
+def test_the_doctor_warns_of_a_model_that_is_not_certified(stack: Seen, patient_doctor: None) -> None:
+    (finding,) = (each for each in examine(stack.settings, stack.settings.redis_url, stack.url) if each.about == "model fake-model")
+    assert (finding.level, "not certified" in finding.found) == ("warn", True)
 
 
 def test_the_doctor_finds_a_healthy_stack_by_its_data_directory(
