@@ -72,16 +72,16 @@ def test_every_hook_is_proven_and_nothing_of_the_run_is_left(start: Callable[...
     [
         ("llama", "shift_attn_out", {"attn_out"}),
         ("gpt2", "branch_post_attn", {"post_attn", "attn_out"}),
-        pytest.param("llama", "half_post_attn", {"post_attn", "attn_out"}, marks=pytest.mark.long),
-        pytest.param("gemma2", "half_post_attn", {"post_attn", "attn_out"}, marks=pytest.mark.long),
-        pytest.param("gemma2", "shift_mlp_out", {"mlp_in", "mlp_out"}, marks=pytest.mark.long),
-        pytest.param("mixtral", "shift_mlp_in", {"mlp_in"}, marks=pytest.mark.long),
-        pytest.param("mixtral", "branch_post_attn", {"post_attn", "attn_out"}, marks=pytest.mark.long),
-        pytest.param("gpt2", "shift_mlp_in", {"mlp_in"}, marks=pytest.mark.long),
-        pytest.param("gpt-neox", "shift_mlp_in", {"mlp_in"}, marks=pytest.mark.long),
-        pytest.param("gpt-neox", "shift_attn_out", {"attn_out"}, marks=pytest.mark.long),
-        pytest.param("olmo2", "shift_attn_out", {"attn_out"}, marks=pytest.mark.long),
-        pytest.param("olmo2", "branch_post_attn", {"post_attn", "attn_out", "mlp_out"}, marks=pytest.mark.long),
+        pytest.param("llama", "half_post_attn", {"post_attn", "attn_out"}, marks=pytest.mark.matrix),
+        pytest.param("gemma2", "half_post_attn", {"post_attn", "attn_out"}, marks=pytest.mark.matrix),
+        pytest.param("gemma2", "shift_mlp_out", {"mlp_in", "mlp_out"}, marks=pytest.mark.matrix),
+        pytest.param("mixtral", "shift_mlp_in", {"mlp_in"}, marks=pytest.mark.matrix),
+        pytest.param("mixtral", "branch_post_attn", {"post_attn", "attn_out"}, marks=pytest.mark.matrix),
+        pytest.param("gpt2", "shift_mlp_in", {"mlp_in"}, marks=pytest.mark.matrix),
+        pytest.param("gpt-neox", "shift_mlp_in", {"mlp_in"}, marks=pytest.mark.matrix),
+        pytest.param("gpt-neox", "shift_attn_out", {"attn_out"}, marks=pytest.mark.matrix),
+        pytest.param("olmo2", "shift_attn_out", {"attn_out"}, marks=pytest.mark.matrix),
+        pytest.param("olmo2", "branch_post_attn", {"post_attn", "attn_out", "mlp_out"}, marks=pytest.mark.matrix),
     ],
 )
 def test_a_wrong_hook_is_absent_with_its_reason(start: Callable[..., Host], name: str, fault: str, absent: set[str]) -> None:
@@ -98,13 +98,13 @@ def test_a_wrong_hook_is_absent_with_its_reason(start: Callable[..., Host], name
     ("name", "fault"),
     [
         ("llama", "half_post_block"),
-        pytest.param("llama", "shift_post_block", marks=pytest.mark.long),
-        pytest.param("gemma2", "half_pre_attn", marks=pytest.mark.long),
-        pytest.param("gpt2", "shift_pre_attn", marks=pytest.mark.long),
-        pytest.param("gpt2", "branch_post_block", marks=pytest.mark.long),
-        pytest.param("gpt-neox", "branch_post_block", marks=pytest.mark.long),
-        pytest.param("olmo2", "shift_post_block", marks=pytest.mark.long),
-        pytest.param("mixtral", "half_post_block", marks=pytest.mark.long),
+        pytest.param("llama", "shift_post_block", marks=pytest.mark.matrix),
+        pytest.param("gemma2", "half_pre_attn", marks=pytest.mark.matrix),
+        pytest.param("gpt2", "shift_pre_attn", marks=pytest.mark.matrix),
+        pytest.param("gpt2", "branch_post_block", marks=pytest.mark.matrix),
+        pytest.param("gpt-neox", "branch_post_block", marks=pytest.mark.matrix),
+        pytest.param("olmo2", "shift_post_block", marks=pytest.mark.matrix),
+        pytest.param("mixtral", "half_post_block", marks=pytest.mark.matrix),
     ],
 )
 def test_a_wrong_stream_keeps_the_engine_from_starting(start: Callable[..., Host], name: str, fault: str) -> None:
@@ -120,7 +120,7 @@ def test_an_engine_that_was_not_certified_says_so(start: Callable[..., Host]) ->
     assert host.capture(job).manifest(0).caveats == host.info["caveats"]
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt-neox", "olmo2", "mixtral", "qwen3-moe"])
 def test_every_family_is_proven_in_bf16(start: Callable[..., Host], name: str) -> None:
     made = certificate_of(start(name, dtype="bfloat16"))
@@ -128,14 +128,14 @@ def test_every_family_is_proven_in_bf16(start: Callable[..., Host], name: str) -
     assert made.seconds < 5
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_compiled_forward_is_proven(start: Callable[..., Host]) -> None:
     made = certificate_of(start("llama", enforce_eager=False))
     assert (made.absent, made.mode) == ({}, "compiled")
     assert made.not_compared == {"EAGLE-3 auxiliary states": "the forward pass is compiled"}
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_few_steering_rows_and_blocks_are_enough(start: Callable[..., Host]) -> None:
     made = certificate_of(start("llama", steering_rows=2, num_gpu_blocks=4, max_num_batched_tokens=32))
     assert made.absent == {}

@@ -236,7 +236,7 @@ def test_models_that_cannot_be_adapted_are_refused_at_boot(nursery: Nursery, tmp
         nursery.host(tmp_path / "engine", checkpoint(name, tmp_path / name), lora_dir=str(tmp_path), max_model_len=128)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ranks_compute_and_account_for_an_adapter_alike(two_ranks, tmp_path: Path, split: str) -> None:
     """Its matrices are divided as those of the model are; each stage has its own layers."""
@@ -257,7 +257,7 @@ def test_two_ranks_compute_and_account_for_an_adapter_alike(two_ranks, tmp_path:
         engine.host.close()
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_the_v2_runner_computes_with_adapters(nurseries, tmp_path: Path) -> None:
     options = {"max_num_batched_tokens": 64, "max_model_len": 256, "max_num_seqs": 8}
     engine = adapted(nurseries("v2"), tmp_path, "llama", runner="v2", **options)
@@ -273,7 +273,7 @@ def test_the_v2_runner_computes_with_adapters(nurseries, tmp_path: Path) -> None
         engine.host.close()
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_bf16_rows_under_an_adapter_are_as_close_as_transformers_own(nursery: Nursery, tmp_path: Path) -> None:
     engine = adapted(nursery, tmp_path, "llama", dtype="bfloat16")
     try:

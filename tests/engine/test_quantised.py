@@ -68,7 +68,7 @@ def test_other_models_and_ways_give_the_rows_of_the_dequantised_checkpoint(
     compare(name, form, way, made, nurseries, tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize(("form", "dtype"), [("int8 per token", "float32"), ("awq", "bfloat16")])
 def test_patched_rows_are_the_source_runs_and_the_rest_is_transformers(form: str, dtype: str, made: Maker, nursery, tmp_path) -> None:
     model = made("qwen3", form)
@@ -97,7 +97,7 @@ def plain_rows(host: Host, prompt: list[int]) -> np.ndarray:
     return host.capture(job).array(3)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_other_requests_do_not_change_rounded_activations(made: Maker, tmp_path) -> None:
     """A neighbour with rows a hundred times as large would change a scale that they shared."""
     host = Host(tmp_path, made("llama", "fp8 per token").quantised, **options_of(Way("v1", "eager", "float32")))
@@ -114,7 +114,7 @@ def test_other_requests_do_not_change_rounded_activations(made: Maker, tmp_path)
     assert np.array_equal(*found)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_scales_of_fused_weights_that_differ_are_said_in_a_caveat(made: Maker, nursery, tmp_path) -> None:
     """The rows then differ from those of the checkpoint by the second rounding; with equal scales they are equal."""
     found = {}
@@ -133,7 +133,7 @@ def test_scales_of_fused_weights_that_differ_are_said_in_a_caveat(made: Maker, n
     assert found["fp8 static, own scales"] >= 1.15, found
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_ranks_scale_their_own_part_of_a_row_as_the_caveat_says(made: Maker, two_ranks, tmp_path) -> None:
     """Scales per token: rows of two ranks differ from those of one. Static scales: they do not."""
     for form, alike in (("int8 per token", False), ("int8 static", True)):

@@ -74,7 +74,7 @@ def seen_by_transformers(
     return made["input_ids"][0].tolist().count(500), beside
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "llava" else (pytest.mark.long,)) for name in PROCESSORS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "llava" else (pytest.mark.matrix,)) for name in PROCESSORS])
 def test_prompts_with_images_give_transformers_rows_plain_and_edited(name: str, nursery: Nursery, tmp_path: Path) -> None:
     """Edits are at the places as written: an image's is the place of its placeholder, and one is at a single token of an image."""
     path = with_images(name, tmp_path / "checkpoint")
@@ -151,7 +151,7 @@ def test_prompts_of_equal_tokens_and_other_images_share_no_rows(nursery: Nursery
     assert np.abs(rows[0] - rows[1]).max() > 1e-2
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else (pytest.mark.long,)) for name in CHECKPOINTS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else (pytest.mark.matrix,)) for name in CHECKPOINTS])
 def test_text_alone_gives_transformers_rows_plain_and_edited(name: str, nursery: Nursery, checkpoints, tmp_path: Path) -> None:
     host = nursery.host(tmp_path / "engine", checkpoints(name), **options_of(EAGER))
     try:

@@ -15,7 +15,7 @@ from midstream.client import Client
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.images import digest_of
 
-pytestmark = pytest.mark.long  # two minutes: an engine, and the whole stack around it
+pytestmark = pytest.mark.matrix  # two minutes: an engine, and the whole stack around it
 
 CHAT = [{"role": "user", "content": "w40 w50 w60"}]
 
