@@ -84,7 +84,7 @@ class Settings(Record):
     block_size: Count | None = None  # tokens in a block of the KV cache, of which only whole ones are shared; default: the platform's
     num_gpu_blocks: Count | None = None  # override of the KV cache's size in blocks
     engine_options: dict[str, Any] = {}  # vLLM's own: the table [engine] of the file, see `workers.engine.option_check`
-    engine_unproven: bool = False  # also those that nobody has compared rows with
+    engine_unproven: bool = False  # also those whose rows were not compared
 
     # LoRA adapters
     lora_dir: str = ""  # folder below which adapters may be registered, at the same path on API and worker machines; empty: none are served
@@ -92,7 +92,7 @@ class Settings(Record):
     max_cpu_loras: Count = 16  # adapters that each rank keeps loaded; jobs that need more wait
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64  # of an adapter; memory for it is reserved `max_loras` times
 
-    certify: bool = True  # prove the hook points on the loaded model before its first request; false: a caveat says that nobody did
+    certify: bool = True  # prove the hook points on the loaded model before its first request; false: a caveat says that they are unproven
 
     # The data plane
     hooks: str = "all"  # hook points that exist, separated by commas: fewer cost less in compiled forwards

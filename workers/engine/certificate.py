@@ -142,9 +142,9 @@ class _Run:
         await self._ended([BASE])
         await self._access.call("midstream_certify", ("unwatch", {}))
         self._generated = base.token_ids
-        told = await self._access.call("midstream_certify", ("sizes", {"request": BASE, "positions": positions}))
+        answers = await self._access.call("midstream_certify", ("sizes", {"request": BASE, "positions": positions}))
         sizes: dict[str, dict[int, float]] = {hook: {} for hook in self._hooks}
-        for rank in told:
+        for rank in answers:
             for hook, of_layers in rank.items():
                 sizes[hook] |= {int(layer): size for layer, size in of_layers.items()}
         plan = Plan(

@@ -62,7 +62,7 @@ class RankLoras:
         return folder
 
     async def _make_room(self) -> None:
-        """Wait until another one can be loaded, and drop what nobody uses."""
+        """Wait until another one can be loaded, and drop what no request uses."""
         while len(self._loaded) >= self._most:
             unused = next((digest for digest in self._loaded if digest not in self._held), None)
             if unused is None:

@@ -56,7 +56,7 @@ from .vllm_output import Parts, sampling_params
 
 logger = logging.getLogger(__name__)
 
-#: Of an engine whose hook points nobody proved.
+#: Of an engine that did not certify its hook points.
 UNCERTIFIED = "its hook points were not certified on the loaded model (setting certify=false)"
 #: How often a quiet engine is asked whether it is still alive.
 _HEALTH_INTERVAL_S = 0.25
