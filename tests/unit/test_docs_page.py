@@ -70,6 +70,13 @@ def test_an_output_that_is_shown_may_end_with_any_code(tmp_path: Path) -> None:
     assert run("```console\n$ echo no; false\nno\n```\n", tmp_path) == []
 
 
+def test_a_receipt_may_come_before_its_output_and_no_other_event(tmp_path: Path) -> None:
+    output, receipt, done = (f"id: 1795148340213-{at}\nevent: {kind}\ndata: x\n\n" for at, kind in enumerate(["output", "receipt", "done"]))
+    for order, same in [(output + receipt + done, True), (receipt + output + done, True), (output + done + receipt, False)]:
+        (tmp_path / "events").write_text(order)
+        assert (run(f"```console\n$ cat {tmp_path}/events\n{output}{receipt}{done}```\n", tmp_path) == []) is same
+
+
 @pytest.mark.parametrize(
     ("shown", "printed", "same"),
     [
