@@ -34,6 +34,7 @@ class Certificate(Published):
     unproven: dict[str, str] = {}  # hook point that is served all the same → why nothing proves it: its neighbours are not installed
     laws: list[LawFigure] = []
     not_compared: dict[str, str] = {}  # law → why it was not checked
+    caveats: list[str] = []  # those of every manifest: of options that are not proven, and of hooks in `unproven`, among others
 
     @property
     def served(self) -> list[str]:

@@ -41,11 +41,15 @@ def certificate_of(host: Host) -> Certificate:
     return made
 
 
-def test_a_hook_of_the_table_is_served_unproven_without_its_neighbours(start: Callable[..., Host]) -> None:
-    host = start("llama", hooks="attn_out")
+def test_what_is_unproven_is_in_the_certificate_and_every_manifest(start: Callable[..., Host]) -> None:
+    """A hook whose neighbours are not installed, and an option with which rows were not compared."""
+    host = start("llama", hooks="attn_out", engine_options={"max_logprobs": 7}, engine_unproven=True)
     made = certificate_of(host)
     assert (made.proven, list(made.unproven), host.info["hooks"]) == ([], ["attn_out"], ["attn_out"])
-    assert host.info["caveats"] == ["attn_out is unproven: the setting hooks leaves out what would prove it"]
+    assert ["max_logprobs=7" in caveat for caveat in made.caveats] == [True, False]
+    assert made.caveats[1] == "attn_out is unproven: the setting hooks leaves out what would prove it"
+    host.run(job := host.job(prompt_of(9), max_tokens=1, capture=capture_of([0], "all_prompt", hook="attn_out")))
+    assert host.capture(job).manifest(0).caveats == host.info["caveats"] == made.caveats
 
 
 def test_every_hook_is_proven_and_nothing_of_the_run_is_left(start: Callable[..., Host]) -> None:

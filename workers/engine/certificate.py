@@ -67,26 +67,29 @@ class Access:
 async def certify(access: Access, info: ModelInfo, *, trusted: bool = False, **facts: Any) -> Certificate:
     """Run it, for the hooks of `info`. `facts`: fields of the certificate that only the engine knows. The ranks forget the run.
 
-    `trusted`: a hook whose neighbours are not installed is served unproven, and the certificate says so.
+    `trusted`: a hook whose neighbours are not installed is served unproven, and the certificate and every manifest say so.
 
     Raises Uncertified where `pre_attn` and `post_block` cannot be proven.
     """
     started = time.monotonic()
+    unshown: dict[Hook, str] = {}
+    caveats = list(info.caveats)
     try:
         await access.call("midstream_certify", ("begin", {}))
         findings, skipped, routed = await _Run(access, info).findings()
+        hooks = [hook for hook in HOOKS if hook in info.hooks]
+        absent, laws = verdict(hooks, findings, info.num_layers, routed=routed, unshown=unshown if trusted else None)
+        caveats += [f"{hook} is unproven: the setting hooks leaves out what would prove it" for hook in unshown]
     except MidstreamError as error:
         raise Uncertified(f"the certification run failed: {error.detail}; certify=false serves the model unproven") from error
     finally:
-        await access.call("midstream_certify", ("end", {}))
-    hooks = [hook for hook in HOOKS if hook in info.hooks]
-    unshown: dict[Hook, str] = {}
-    absent, laws = verdict(hooks, findings, info.num_layers, routed=routed, unshown=unshown if trusted else None)
+        await access.call("midstream_certify", ("end", {"caveats": caveats}))
     certificate = Certificate(
         model=info.name, architecture=info.architecture, version=info.version, runner=info.runner, dtype=info.dtype, tp=info.tp, pp=info.pp,
         created=time.time(), seconds=time.monotonic() - started, proven=[hook for hook in hooks if hook not in {**absent, **unshown}],
         unproven={str(hook): why for hook, why in unshown.items()},
-        absent={str(hook): why for hook, why in absent.items()}, laws=[_figure(law) for law in laws], not_compared=skipped, **facts,
+        absent={str(hook): why for hook, why in absent.items()}, laws=[_figure(law) for law in laws], not_compared=skipped,
+        caveats=caveats, **facts,
     )  # fmt: skip
     if not (certificate.proven or unshown) or any(hook in absent for hook in STREAM):
         what = "the residual stream" if certificate.proven else "any of its hooks"

@@ -112,7 +112,6 @@ class VllmEngine(RankControl):
             fault=settings.fault,
             curve_secret_file=settings.curve_secret_file,
             curve_server_key=settings.curve_server_key,
-            caveats=caveats,
         )
         try:
             await asyncio.to_thread(check_drafter, settings)
@@ -133,7 +132,12 @@ class VllmEngine(RankControl):
             check_layers(config.model, config.hf_text_config, config.get_total_num_hidden_layers())
             self._stages = stage_layers(config.get_total_num_hidden_layers(), settings.pipeline_parallel_size)
             ring = _ring(settings, config, len(hooks), max(map(len, self._stages)))
-            plane = msgspec.structs.replace(plane, step_rows=ring.rows if ring else 0, capture_queue_mib=_queue_mib(settings, ring))
+            plane = msgspec.structs.replace(
+                plane,
+                step_rows=ring.rows if ring else 0,
+                capture_queue_mib=_queue_mib(settings, ring),
+                caveats=[*adapter.caveats, *quantisation.caveats, *caveats],
+            )
             asked.additional_config = plane.layout()
             plane.export()
             self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, asked, disable_log_stats=True)
@@ -177,7 +181,7 @@ class VllmEngine(RankControl):
             grades=True,
             absent=absent,
             multimodal=config.is_multimodal_model,
-            caveats=[*adapter.caveats, *quantisation.caveats, *caveats],
+            caveats=plane.caveats,
             quantization=quantisation.name,
             lora=await self._lora_support(),
             images=images.number,
@@ -217,11 +221,10 @@ class VllmEngine(RankControl):
         for hook, why in certificate.absent.items():
             logger.warning("hook %s is not served: %s", hook, why)
         served = [hook for hook in self.info.hooks if hook in certificate.served]
-        unproven = [f"{hook} is unproven: the setting hooks leaves out what would prove it" for hook in certificate.unproven]
         self.info = msgspec.structs.replace(
             self.info,
             hooks=served,
-            caveats=[*self.info.caveats, *unproven],
+            caveats=certificate.caveats,
             absent={**self.info.absent, **certificate.absent},
             certificate=certificate,
             global_captures=from_settings(self._settings, self.info.num_layers, served, self.info.capture_row_limit * len(self._stages)),

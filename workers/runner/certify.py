@@ -424,12 +424,13 @@ class Certifier:
         error = float((row - own[0])[known].abs().max()) if known.any() else math.inf
         return error / (self._shape.tolerance("logits") * float(own[0][known].abs().max()))
 
-    def end(self) -> None:
-        """Rows, receipts and counters of the run are forgotten."""
+    def end(self, caveats: list[str]) -> None:
+        """Rows, receipts and counters of the run are forgotten. `caveats`: of all later manifests."""
         self.unwatch()
         self._model.compute_logits = self._restore
         del self._plane.plan
         self._plane.divert(None)
+        self._plane.stamp(caveats)
 
 
 def _places(edit: EditRun) -> Iterator[tuple[int, tuple[int, int, float]]]:

@@ -73,7 +73,7 @@ class PlaneConfig(Record):
     fault: str = ""  # tests only: see `faults`
     curve_secret_file: str = ""  # see `broker.receipts.curve`
     curve_server_key: str = ""
-    caveats: list[str] = []  # of the engine's options; the rank adds the model's own: see `fidelity`
+    caveats: list[str] = []  # for manifests: of the model, its quantisation and the engine's options; a certification may add some
 
     def layout(self) -> dict[str, Any]:
         """For `additional_config`: what a compiled graph depends on."""

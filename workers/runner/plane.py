@@ -200,6 +200,10 @@ class DataPlane:
             self._row_store.clear()
             self._unkept = self._idle_steps = self._preemptions = self._schedule = self._token_rows = 0
 
+    def stamp(self, caveats: Sequence[str]) -> None:
+        """The caveats of every later manifest."""
+        self._reports.origin["caveats"] = tuple(caveats)
+
     def fingerprint(self) -> str:
         """CRC32, 8 hex digits, of all that is here and of the table as the device has it: equal where ranks of a stage are."""
         loras = self.loras.names() if self.loras is not None else []

@@ -108,7 +108,6 @@ class MidstreamWorker(PlatformWorker):
         self._found = msgspec.structs.replace(self._found, enters=enters)
         gate = install_gate(loaded, adapter) if enters else None
         with threads_elsewhere(set(config.cores)):
-            config = msgspec.structs.replace(config, caveats=[*adapter.caveats, *quantisation.caveats, *config.caveats])
             self._plane = DataPlane(
                 config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate, loras=loras
             )  # fmt: skip
@@ -207,7 +206,7 @@ class MidstreamWorker(PlatformWorker):
             return None
         if action == "end":
             certifier, self._certifier = self._certifier, None
-            return certifier.end() if certifier is not None else None
+            return certifier.end(**arguments) if certifier is not None else None
         if action == "judge" and self._certifier is not None:
             return msgspec.to_builtins(self._certifier.judge(msgspec.convert(arguments, Plan)), builtin_types=(bytes,))
         return getattr(self._certifier, action)(**arguments)
