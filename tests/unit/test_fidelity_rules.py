@@ -3,12 +3,14 @@
 import ast
 import dataclasses
 import functools
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from tiny import CHECKPOINTS, Checkpoint
 
@@ -179,6 +181,29 @@ def test_a_rotary_embedding_that_is_computed_otherwise_is_refused(name: str, rop
     config.rope_parameters = {"rope_theta": 10000.0, **rope} if name != "gemma3" else rope
     with pytest.raises(UnsupportedArchitectureError, match=match):
         describe(CHECKPOINTS[name].architecture, config, 5000)
+
+
+@pytest.mark.parametrize(("name", "interleaved"), [("Qwen2VL", False), ("Qwen2_5_VL", False), ("Qwen3VL", True)])
+def test_three_positions_are_served_as_transformers_rotates_by_them(name: str, interleaved: bool) -> None:
+    """transformers' model interleaves, or does not, whatever the config says; vLLM reads the config."""
+    classes = importlib.import_module(getattr(transformers, f"{name}Config").__module__.replace("configuration", "modeling"))
+    embedding = next(getattr(classes, f"{name}{kind}") for kind in ("TextRotaryEmbedding", "RotaryEmbedding") if hasattr(classes, name + kind))
+    shape = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+
+    def config(**rope: Any) -> Any:
+        return getattr(transformers, f"{name}Config")(text_config=shape | {"rope_parameters": rope})
+
+    positions = torch.arange(15).view(3, 1, 5) % 7  # in time, height and width
+    wanted, other = (
+        embedding(config(**rope, mrope_interleaved=said).get_text_config())(torch.zeros(1), positions)[0] for said in (False, True)
+    )
+    assert torch.equal(wanted, other)
+    describe(f"{name}ForConditionalGeneration", config(**rope, mrope_interleaved=interleaved))
+    with pytest.raises(UnsupportedArchitectureError, match=f"mrope_interleaved=.* is not served: .*; served: {interleaved}"):
+        describe(f"{name}ForConditionalGeneration", config(**rope, mrope_interleaved=not interleaved))
+    with pytest.raises(UnsupportedArchitectureError, match="mrope_interleaved=False is not served" if interleaved else "mrope_section is missing"):
+        describe(f"{name}ForConditionalGeneration", config(**rope) if interleaved else config(rope_type="default", rope_theta=1e4))
 
 
 OTHERS = [

@@ -171,9 +171,9 @@ ENCODER: Mapping[str, Any] = {
 }
 
 
-def _rope(sections: list[int], share: float = 1.0) -> dict[str, Any]:
+def _rope(sections: list[int], share: float = 1.0, **more: Any) -> dict[str, Any]:
     """Rotary positions of three kinds, as of images: how many of the rotated pairs each has."""
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections} | more
     return {"rope_parameters": rope | ({"partial_rotary_factor": share} if share != 1 else {})}
 
 
@@ -225,6 +225,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "PaddleOCRVLForConditionalGeneration": _rope([4, 6, 6]),
     "Qwen2VLForConditionalGeneration": _rope([4, 6, 6]),
     "Qwen2_5_VLForConditionalGeneration": _rope([4, 6, 6]),
+    "Qwen3VLForConditionalGeneration": _rope([4, 6, 6], mrope_interleaved=True),
     "Step3p7ForConditionalGeneration": {"sliding_window": WINDOW},
     "HeliumForCausalLM": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
     "CodeGenForCausalLM": {"n_head": 4, "n_embd": 128, "rotary_dim": 16},

@@ -214,8 +214,8 @@ LANGUAGE_MODELS: Mapping[str, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
-#: Those that rotate by three positions of a token: in time, height and width of an image.
-THREE_POSITIONS = frozenset({"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"})
+#: Those that rotate by three positions of a token (time, height and width in an image) → whether pairs of dimensions take turns.
+THREE_POSITIONS = {"qwen2_vl_text": False, "qwen2_5_vl_text": False, "qwen3_vl_text": True}
 #: Those whose stream gets what the image encoder's layers found between the first layers ("deepstack"): they are not `hands_on`.
 DEEPSTACK = frozenset({"qwen3_vl_text"})
 
@@ -233,7 +233,7 @@ def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapt
     language_model = _language_model(architecture, text_type)
     try:
         variant = variant_of(language_model, {name: getattr(config, name, None) for name in _ASKED})
-        found = caveats(language_model, config, max_model_len, backend=variant.backend, sections=text_type in THREE_POSITIONS)
+        found = caveats(language_model, config, max_model_len, backend=variant.backend, interleaved=THREE_POSITIONS.get(text_type))
     except DifferentNumbersError as error:
         raise UnsupportedArchitectureError(f"{architecture}: {error}") from error
     if architecture not in ARCHITECTURES and architecture not in COMPARED:

@@ -199,11 +199,12 @@ _ROPE_REST = frozenset(("type",))
 _PARTLY_ROTATED = frozenset({"Phi3ForCausalLM"})
 
 
-def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool, sections: bool = False) -> tuple[str, ...]:
+def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool, interleaved: bool | None = None) -> tuple[str, ...]:
     """In what the rows of a served model differ from transformers', as sentences; mostly nothing.
 
     `config`: transformers' text config; `max_model_len`: tokens, prompt and generated; `backend`: served by vLLM's Transformers
-    backend; `sections`: transformers' model rotates by three positions too. Raises DifferentNumbersError for one that is not served.
+    backend; `interleaved`: how transformers' model rotates by three positions, whatever the config says; None: by one. Raises
+    DifferentNumbersError for a config that is not served.
     """
     for rule in (*EVERYWHERE, *REFUSED.get(architecture, ()), *OTHERWISE.get(architecture, ())):
         value = getattr(config, rule.field, None)
@@ -224,13 +225,15 @@ def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool
         found.append(
             "time_step_min: transformers' Mamba layers have a least time step, vLLM's have none; where it acts, rows differ slightly"
         )
-    for rope in _ropes(config):
+    for rope in list(_ropes(config)) or [{}]:
+        if interleaved is not None:
+            _require_sections(rope, interleaved)
         compared = architecture in REFUSED
         if architecture in HEADS_IN_A_ROW and rope.get("rope_type", "default") == "default" and _on_cpu():
             raise DifferentNumbersError(f"rope_parameters: the rope_type 'default' is not served on a CPU: {_HEADS_IN_A_ROW}")
         if compared and not backend and architecture not in _PARTLY_ROTATED and rope.get("partial_rotary_factor") not in (None, 1.0):
             raise DifferentNumbersError("rope_parameters: partial_rotary_factor is not served: transformers' model rotates whole heads")
-        found += _of_rope(rope, config, max_model_len, backend, (ROPE_KEYS | _SECTIONS if sections else ROPE_KEYS) if compared else None)
+        found += _of_rope(rope, config, max_model_len, backend, (ROPE_KEYS if interleaved is None else ROPE_KEYS | _SECTIONS) if compared else None)
     return tuple(dict.fromkeys(found))
 
 
@@ -247,6 +250,16 @@ def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
         yield from (value for value in parameters.values() if value)
     elif parameters:
         yield parameters
+
+
+def _require_sections(rope: Mapping[str, Any], interleaved: bool) -> None:
+    """Raises DifferentNumbersError where vLLM, which reads both keys, would rotate the rows of images in another way."""
+    if not rope.get("mrope_section"):
+        raise DifferentNumbersError("rope_parameters: mrope_section is missing: vLLM would rotate by one position, not by three")
+    if (said := rope.get("mrope_interleaved", False)) is not interleaved:
+        raise DifferentNumbersError(
+            f"rope_parameters: mrope_interleaved={said!r} is not served: transformers' model does not read it; served: {interleaved}"
+        )
 
 
 def _of_rope(rope: Mapping[str, Any], config: Any, max_model_len: int, backend: bool, keys: frozenset[str] | None) -> Iterator[str]:
