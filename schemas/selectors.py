@@ -91,7 +91,7 @@ class Window(Record):
 PositionSelector = PositionName | list[int] | Window
 
 
-class Span(Record):
+class Span(Record, omit_defaults=True):  # what is not used, an older server need not know
     """Consecutive tokens: by their text, by their positions, or those of an image.
 
     By `text`: every prompt token that overlaps an occurrence of it in the prompt's text. `occurrence`: 0 the first, 1 the

@@ -36,7 +36,7 @@ def test_sweep_options_become_the_request(capsys: pytest.CaptureFixture[str]) ->
     assert (asked.pairs[0].clean, asked.pairs[0].answer, asked.pairs[0].foil) == ("The Eiffel Tower is in", " Paris", " Rome")
     assert (asked.hooks, asked.layers, asked.window.layers, asked.window.positions) == (["resid_pre", "mlp_out"], "0-9", 3, 1)
     assert (asked.metric, asked.direction, asked.alignment, asked.alpha, asked.noise) == ("logit_diff", "noise", "right", 0.5, 2)
-    assert json.loads(to_json(asked.positions)) == {"text": None, "occurrence": 0, "start": 1, "stop": 4, "image": None}
+    assert json.loads(to_json(asked.positions)) == {"start": 1, "stop": 4}
 
 
 def test_how_a_sweep_is_handled_is_typed_as_for_a_job(capsys: pytest.CaptureFixture[str]) -> None:

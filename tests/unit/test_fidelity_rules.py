@@ -187,7 +187,9 @@ def test_a_rotary_embedding_that_is_computed_otherwise_is_refused(name: str, rop
 def test_three_positions_are_served_as_transformers_rotates_by_them(name: str, interleaved: bool) -> None:
     """transformers' model interleaves, or does not, whatever the config says; vLLM reads the config."""
     classes = importlib.import_module(getattr(transformers, f"{name}Config").__module__.replace("configuration", "modeling"))
-    embedding = next(getattr(classes, f"{name}{kind}") for kind in ("TextRotaryEmbedding", "RotaryEmbedding") if hasattr(classes, name + kind))
+    embedding = next(
+        getattr(classes, f"{name}{kind}") for kind in ("TextRotaryEmbedding", "RotaryEmbedding") if hasattr(classes, name + kind)
+    )
     shape = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 
@@ -202,7 +204,9 @@ def test_three_positions_are_served_as_transformers_rotates_by_them(name: str, i
     describe(f"{name}ForConditionalGeneration", config(**rope, mrope_interleaved=interleaved))
     with pytest.raises(UnsupportedArchitectureError, match=f"mrope_interleaved=.* is not served: .*; served: {interleaved}"):
         describe(f"{name}ForConditionalGeneration", config(**rope, mrope_interleaved=not interleaved))
-    with pytest.raises(UnsupportedArchitectureError, match="mrope_interleaved=False is not served" if interleaved else "mrope_section is missing"):
+    with pytest.raises(
+        UnsupportedArchitectureError, match="mrope_interleaved=False is not served" if interleaved else "mrope_section is missing"
+    ):
         describe(f"{name}ForConditionalGeneration", config(**rope) if interleaved else config(rope_type="default", rope_theta=1e4))
 
 

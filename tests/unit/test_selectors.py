@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.schemas.base import from_json, from_msgpack, to_msgpack
+from midstream.schemas.base import from_json, from_msgpack, to_json, to_msgpack
 from midstream.schemas.selectors import (
     ALIASES,
     HOOKS,
@@ -205,6 +205,13 @@ def test_a_range_that_names_nothing_or_leaves_the_prompt_is_refused_with_its_pla
 def test_a_span_needs_a_text_or_a_range(raw: str, words: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=words):
         from_json(raw, RequestedPositions)
+
+
+def test_a_span_is_sent_without_the_fields_that_it_does_not_use() -> None:
+    """A server without images refuses `"image": null`."""
+    assert [to_json(span) for span in (Span(text="a"), Span(text="a", occurrence=None), Span(stop=3), Span(image=0))] == [
+        b'{"text":"a"}', b'{"text":"a","occurrence":null}', b'{"stop":3}', b'{"image":0}',
+    ]  # fmt: skip
 
 
 def test_overlapping_ranges_are_written_out_once() -> None:

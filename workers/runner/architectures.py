@@ -233,7 +233,7 @@ def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapt
     language_model = _language_model(architecture, text_type)
     try:
         variant = variant_of(language_model, {name: getattr(config, name, None) for name in _ASKED})
-        found = caveats(language_model, config, max_model_len, backend=variant.backend, interleaved=THREE_POSITIONS.get(text_type))
+        found = caveats(language_model, config, max_model_len, backend=variant.backend, interleaved=THREE_POSITIONS.get(text_type or ""))
     except DifferentNumbersError as error:
         raise UnsupportedArchitectureError(f"{architecture}: {error}") from error
     if architecture not in ARCHITECTURES and architecture not in COMPARED:

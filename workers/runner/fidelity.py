@@ -233,7 +233,8 @@ def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool
             raise DifferentNumbersError(f"rope_parameters: the rope_type 'default' is not served on a CPU: {_HEADS_IN_A_ROW}")
         if compared and not backend and architecture not in _PARTLY_ROTATED and rope.get("partial_rotary_factor") not in (None, 1.0):
             raise DifferentNumbersError("rope_parameters: partial_rotary_factor is not served: transformers' model rotates whole heads")
-        found += _of_rope(rope, config, max_model_len, backend, (ROPE_KEYS if interleaved is None else ROPE_KEYS | _SECTIONS) if compared else None)
+        keys = ROPE_KEYS if interleaved is None else ROPE_KEYS | _SECTIONS
+        found += _of_rope(rope, config, max_model_len, backend, keys if compared else None)
     return tuple(dict.fromkeys(found))
 
 
