@@ -68,7 +68,7 @@ class MidstreamWorker(PlatformWorker):
         check(self.vllm_config)
         config, model = plane_config(), self.model_config
         adapter = describe(model.architectures[0], model.hf_config, model.max_model_len)  # refuse before the weights are read
-        quantisation = quantisation_of(self.vllm_config)
+        quantisation_of(self.vllm_config)  # likewise
         super().load_model(*args, **kwargs)
         # Before anything runs: on CPUs it replaces vLLM's arithmetic.
         loras = Loras(self.model_runner.lora_manager, Path(config.spill_dir)) if self.vllm_config.lora_config is not None else None
