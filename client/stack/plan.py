@@ -41,8 +41,7 @@ def _host_bytes() -> int:
 
 def facts(found: "Plan") -> dict[str, Any]:
     """For machines."""
-    model = found.model._asdict() | {"variant": None}
-    del model["variant"]
+    model = {name: value for name, value in found.model._asdict().items() if name not in ("variant", "linears")}
     return {
         "model": model,
         "hooks": found.hooks,

@@ -136,6 +136,22 @@ def test_a_checkpoint_in_float32_is_served_in_bfloat16_unless_told_otherwise(giv
     assert model_of(TINY | {"dtype": "float32"}, given).dtype == dtype
 
 
+def test_adapters_are_divided_on_one_side_and_experts_take_none() -> None:
+    """Of Llama 8B, rank 1, inputs and outputs of a layer: 28,672 undivided ones, and 53,248 that two ranks divide."""
+    found = {
+        ranks: {
+            part.name: part.bytes for part in plan(model_of(LLAMA_8B), Settings(lora_dir="/adapters", tensor_parallel_size=ranks)).memory
+        }
+        for ranks in (1, 2)
+    }
+    weight = 32 * 64 * 2  # layers, largest rank, bytes
+    assert found[1]["adapters"] == 4 * weight * (28672 + 53248)
+    assert found[2]["adapters"] == 4 * weight * (28672 + 53248 // 2)
+    assert found[1]["loaded adapters"] == found[2]["loaded adapters"] == 16 * weight * (28672 + 53248)
+    assert "adapters" not in {part.name for part in plan(model_of(LLAMA_8B), Settings()).memory}
+    assert {part.bytes for part in plan(model_of(QWEN_30B), Settings(lora_dir="/adapters")).memory if "adapters" in part.name} == {0}
+
+
 # -- limits --------------------------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,20 @@ _ASSUMED = {"use_parallel_residual": True, "do_layer_norm_before": True, "dtype"
 _AUTO = {"float32": "bfloat16"}
 
 
+class Linear(NamedTuple):
+    """A linear layer that an adapter may change; `ranks`: tensor-parallel ranks that divide it, at most."""
+
+    inputs: int
+    outputs: int
+    divided: Literal["inputs", "outputs"]
+    ranks: int
+
+    def lora_width(self, ranks: int = 1) -> int:
+        """Weights of an adapter of rank 1 on one of `ranks`: vLLM divides the matrix on the side that is divided here."""
+        share = min(ranks, self.ranks)
+        return self.inputs // (share if self.divided == "inputs" else 1) + self.outputs // (share if self.divided == "outputs" else 1)
+
+
 class Model(NamedTuple):
     """A checkpoint's shape, as its config.json says."""
 
@@ -44,6 +58,7 @@ class Model(NamedTuple):
     parameters: float
     max_model_len: int
     weight_bytes: float = 0.0  # of a parameter on average, where they are quantised
+    linears: tuple[Linear, ...] = ()  # of a layer, as Llama has them; none where adapters are refused
 
     @property
     def row_bytes(self) -> int:
@@ -111,17 +126,33 @@ def model_of(config: Mapping[str, Any], dtype: str = "auto") -> Model:
         _parameters(text),
         int(text.get("max_position_embeddings") or 0),
         _weight_bytes(config, text),
+        _linears(text),
     )
 
 
 def _parameters(config: Mapping[str, Any]) -> float:
     """Weights of the whole model, norms and biases left out: for estimates."""
+    *attention, gate, up, down = (linear.inputs * linear.outputs for linear in _layer(config))
+    return _embeddings(config) + int(config["num_hidden_layers"]) * (sum(attention) + _experts(config) * (gate + up + down))
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_experts") or config.get("num_local_experts") or 1)
+
+
+def _layer(config: Mapping[str, Any]) -> tuple[Linear, ...]:
+    """Of Llama's layer, or of one with experts and one of them."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     shared = int(config.get("num_key_value_heads") or heads)
-    attention = 2 * (heads + shared) * int(config.get("head_dim") or hidden // heads) * hidden
-    experts = int(config.get("num_experts") or config.get("num_local_experts") or 1)
+    size = int(config.get("head_dim") or hidden // heads)
     width = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * hidden)
-    return _embeddings(config) + int(config["num_hidden_layers"]) * (attention + 3 * experts * width * hidden)
+    query, key = Linear(hidden, heads * size, "outputs", heads), Linear(hidden, shared * size, "outputs", shared)
+    gate = Linear(hidden, width, "outputs", width)
+    return query, key, key, Linear(heads * size, hidden, "inputs", heads), gate, gate, Linear(width, hidden, "inputs", width)
+
+
+def _linears(config: Mapping[str, Any]) -> tuple[Linear, ...]:
+    return _layer(config) if _experts(config) == 1 else ()
 
 
 def _embeddings(config: Mapping[str, Any]) -> float:
@@ -173,7 +204,11 @@ def plan(
         layers,
         ring,
         shape.step_s(machine),
-        [*buffers(model, settings, len(hooks) * layers, ring, gpu=gpu), *_host_memory(settings, queue)],
+        [
+            *buffers(model, settings, len(hooks) * layers, ring, gpu=gpu),
+            *_adapters(model, settings, layers, gpu=gpu),
+            *_host_memory(settings, queue),
+        ],
         _work(shape, hooks, settings, machine) if gpu and not eager else [],
         _streams(model, hooks, tokens_per_second),
         _limits(model, settings, hooks, layers, ring, queue, tokens_per_second),
@@ -220,6 +255,19 @@ def buffers(model: Model, settings: Settings, sites: int, ring: Ring | None, *, 
         "counts": (sites * COUNTS * 4, "what each site did", "hooks"),
     }
     return [Memory(name, size, where, about, setting) for name, (size, about, setting) in found.items()]
+
+
+def _adapters(model: Model, settings: Settings, layers: int, *, gpu: bool) -> list[Memory]:
+    """LoRA adapters: what vLLM reserves for those of a step, and those that a rank keeps loaded, all of the largest rank."""
+    if not settings.lora_dir:
+        return []
+    item = settings.max_lora_rank * ITEM_BYTES[model.dtype]
+    step = settings.max_loras * layers * item * sum(linear.lora_width(settings.tensor_parallel_size) for linear in model.linears)
+    loaded = settings.max_cpu_loras * model.layers * item * sum(linear.lora_width() for linear in model.linears)
+    return [
+        Memory("adapters", step, "GPU" if gpu else "host", "LoRA matrices of the adapters of one step", "max_loras"),
+        Memory("loaded adapters", loaded, "host", "LoRA adapters that a rank keeps", "max_cpu_loras"),
+    ]
 
 
 def _host_memory(settings: Settings, queue: int) -> list[Memory]:
