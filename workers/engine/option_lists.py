@@ -17,6 +17,7 @@ class Proven:
     why: str  # what it changes, and so what the proof is worth
     values: tuple[Any, ...] = ()  # those that are proven; another one is as an unknown option; empty: any of its type
     parts: tuple[str, ...] = ()  # of an option that is a table: the proven keys; another one is as an unknown option; empty: any
+    on_cpu: str = ""  # why the proof says little: on a CPU it changes nothing
 
 
 _ENGINE = "start one worker for each engine instead"
@@ -187,19 +188,19 @@ _MEMORY = "how much memory, not what is computed"
 _STEPS = "which tokens a step has, not what is computed for them"
 _LOADING = "how weights are read, not which"
 _TIMEOUTS = "how long ranks wait for each other"
-_KERNELS = "which kernels compute; proven on a CPU"
+_KERNELS = "which kernels compute"
 _LOGS = "what is logged"
 
 #: Option → what it changes.
 PROVEN: dict[str, Proven] = {
-    "async_scheduling": Proven("whether steps overlap", values=(False,)),
-    "attention_backend": Proven(_KERNELS, values=("CPU_ATTN",)),
-    "attention_config": Proven(_KERNELS, parts=("backend",)),
+    "async_scheduling": Proven("whether steps overlap", values=(False,), on_cpu="steps never overlap there"),
+    "attention_backend": Proven(_KERNELS, values=("CPU_ATTN",), on_cpu="ordinary attention has no other there"),
+    "attention_config": Proven(_KERNELS, parts=("backend",), on_cpu="ordinary attention has no other there"),
     "code_revision": Proven("the revision of remote code on the hub"),
     "compilation_config": Proven(_KERNELS, parts=("backend", "custom_ops", "mode")),
     "config_format": Proven("the config's format", values=("auto", "hf")),
     "cpu_distributed_timeout_seconds": Proven(_TIMEOUTS),
-    "disable_custom_all_reduce": Proven(_KERNELS),
+    "disable_custom_all_reduce": Proven(_KERNELS, on_cpu="such kernels are off there"),
     "disable_hybrid_kv_cache_manager": Proven("how layers with a window share blocks of the KV cache"),
     "disable_sliding_window": Proven("the length of requests: what a window would cut is refused"),
     "distributed_timeout_seconds": Proven(_TIMEOUTS),
@@ -207,11 +208,11 @@ PROVEN: dict[str, Proven] = {
     "enable_logging_iteration_details": Proven(_LOGS),
     "enable_shm_tensor_arena": Proven("how tensors reach other processes"),
     "fail_on_environ_validation": Proven("whether vLLM accepts unknown VLLM_* variables"),
-    "gpu_memory_utilization": Proven(_MEMORY),
+    "gpu_memory_utilization": Proven(_MEMORY, on_cpu="`kv_cache_gib` decides"),
     "hf_config_path": Proven("where the config is"),
     "hf_overrides": Proven("the config, which is checked as if the checkpoint had it"),
-    "ir_op_priority": Proven(_KERNELS, parts=("rms_norm",)),
-    "jit_monitor_mode": Proven(_LOGS, values=("warn",)),
+    "ir_op_priority": Proven(_KERNELS, parts=("rms_norm",), on_cpu="there is no other implementation"),
+    "jit_monitor_mode": Proven(_LOGS, values=("warn",), on_cpu="only a GPU's worker reads it"),
     "load_format": Proven("the weights' format", values=("auto", "hf", "safetensors")),
     "long_prefill_token_threshold": Proven(_STEPS),
     "long_prefill_token_threshold_adaptive": Proven(_STEPS),
@@ -220,8 +221,8 @@ PROVEN: dict[str, Proven] = {
     "model_impl": Proven("whose model code runs", values=("auto", "vllm")),
     "model_loader_extra_config": Proven(_LOADING, parts=("enable_multithread_load", "num_threads")),
     "optimization_level": Proven("how much is compiled", values=(0, 1, 2, 3)),
-    "performance_mode": Proven(_STEPS, values=("balanced", "interactivity", "throughput")),
-    "prefill_schedule_interval": Proven(_STEPS),
+    "performance_mode": Proven(_STEPS, values=("balanced", "interactivity", "throughput"), on_cpu="it sizes graphs of a GPU"),
+    "prefill_schedule_interval": Proven("nothing here: only data parallel engines read it, which are refused"),
     "prefix_caching_hash_algo": Proven("how blocks are named", values=("sha256", "sha256_cbor")),
     "revision": Proven("the revision on the hub"),
     "safetensors_load_strategy": Proven(_LOADING, values=("lazy", "eager", "prefetch")),
@@ -230,7 +231,9 @@ PROVEN: dict[str, Proven] = {
     "scheduler_reserve_full_isl": Proven(_STEPS),
     "seed": Proven("what is sampled without a seed of the request's own"),
     "stream_interval": Proven("how many tokens come together"),
-    "swa_bounded_replay": Proven("how much of a window is computed again after the prefix cache"),
+    "swa_bounded_replay": Proven(
+        "how much of a window is computed again after the prefix cache", on_cpu="only DeepSeek V4.1's code for GPUs reads it"
+    ),
     "kv_cache_dtype": Proven("how the KV cache rounds", values=("auto", "bfloat16")),
     "tokenizer": Proven("where the tokenizer is"),
     "tokenizer_mode": Proven("which tokenizer code runs", values=("auto", "hf")),
@@ -241,7 +244,7 @@ PROVEN: dict[str, Proven] = {
     "watermark": Proven("how many blocks of the KV cache stay free"),
 }
 
-#: Nobody has compared rows with and without them: accepted with `engine_unproven` only.
+#: Rows with and without them were not compared: accepted with `engine_unproven` only.
 UNKNOWN: frozenset[str] = frozenset((
     "all2all_backend", "allow_deprecated_quantization", "cudagraph_capture_sizes", "device_ids", "download_dir", "disable_chunked_mm_input",
     "enable_cumem_allocator", "enable_ep_weight_filter", "enable_expert_parallel", "expert_placement_strategy",
@@ -269,7 +272,7 @@ def tables() -> Iterator[str]:
     yield "|---|---|---|"
     for name, entry in sorted(PROVEN.items()):
         values = ", ".join(f"`{json.dumps(value)}`" for value in entry.values) or ", ".join(f"`{part}`" for part in entry.parts) or "any"
-        yield f"| `{name}` | {values} | {entry.why} |"
+        yield f"| `{name}` | {values} | {entry.why}{f'; on a CPU nothing: {entry.on_cpu}' if entry.on_cpu else ''} |"
     yield ""
     yield "## Refused: a setting of Midstream"
     yield ""
