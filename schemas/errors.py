@@ -1,6 +1,7 @@
 """Errors and their wire format: RFC 9457 problem details with the field at fault."""
 
 import re
+from collections.abc import Iterable
 
 import msgspec
 
@@ -93,6 +94,13 @@ class MidstreamError(Exception):
 def invalid(field: str, detail: str, allowed: str | None = None) -> MidstreamError:
     """Bad input: answered 400 with the field's name."""
     return MidstreamError("invalid_request", detail, field=field, allowed=allowed)
+
+
+def unknown(
+    thing: str, name: str | None, model: str, names: Iterable[str], *, field: str = "name", kind: str = "not_found"
+) -> MidstreamError:
+    """A name that a model does not have, with those that it has."""
+    return MidstreamError(kind, f"unknown {thing} {name!r} of model {model!r}", field=field, allowed=", ".join(names) or "none exists")
 
 
 def shortened(text: str, most: int = MAX_SHOWN) -> str:

@@ -2,7 +2,7 @@
 
 from ...broker.ledger.loras import Loras
 from ...schemas.base import now
-from ...schemas.errors import invalid
+from ...schemas.errors import invalid, unknown
 from ...schemas.lora_files import check_on, folder_of
 from ...schemas.loras import Lora, LoraRequest, LoraSupport, StoredLora
 from ...schemas.models import ModelInfo
@@ -32,9 +32,8 @@ async def named_lora(name: str | None, model: ModelInfo, loras: Loras) -> Stored
     support = _support(model)
     lora = await loras.get(model.name, name)
     if lora is None:
-        names = ", ".join(await loras.names(model.name)) or "none exists"
-        raise invalid("lora", f"unknown adapter {name!r} of model {model.name!r}", allowed=names)
-    # The model may have been started anew since, with other settings or another checkpoint. (Shapes are compared before it is loaded.)
+        raise unknown("adapter", name, model.name, await loras.names(model.name), field="lora", kind="invalid_request")
+    # The model may have been restarted since, with other settings or another checkpoint. (Shapes are compared before it is loaded.)
     if lora.rank > support.max_rank:
         raise invalid("lora", f"{name!r} has rank {lora.rank}", allowed=f"up to {support.max_rank} (setting max_lora_rank)")
     if missing := sorted(set(lora.modules) - support.modules.keys()):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ...broker.ledger.jobs import Ledger
 from ...broker.ledger.source_runs import SourceRuns
-from ...schemas.errors import MidstreamError, invalid
+from ...schemas.errors import MidstreamError, unknown
 from ...schemas.keys import Caller, shown
 from ...schemas.source_runs import Run, RunPrompt, RunState, RunView
 from ...schemas.specs import PatchSpec
@@ -71,4 +71,4 @@ def _view(run: Run, state: RunState, detail: str, prompts: list[RunPrompt] | Non
 
 
 def unknown_module(at: str, name: str | None, model: str, model_state: ModelState) -> MidstreamError:
-    return invalid(at, f"unknown module {name!r} of model {model!r}", allowed=", ".join(model_state.names) or "none exists")
+    return unknown("module", name, model, model_state.names, field=at, kind="invalid_request")

@@ -7,7 +7,7 @@ from litestar import Response, delete, get, post
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody, PathParameter
 
-from ...schemas.errors import MidstreamError
+from ...schemas.errors import MidstreamError, unknown
 from ...schemas.limits import MAX_MODULE_NAME
 from ...schemas.loras import LORA_PATTERN, Lora, LoraPage, LoraRequest
 from ..context import AppContext, context_of
@@ -73,8 +73,7 @@ async def delete_lora(name: Name, request: JsonRequest, model: Model = None) -> 
 
 
 async def _no_lora(context: AppContext, model: str, name: str) -> MidstreamError:
-    names = ", ".join(await context.loras.names(model)) or "none exists"
-    return MidstreamError("not_found", f"unknown adapter {name!r} of model {model!r}", field="name", allowed=names)
+    return unknown("adapter", name, model, await context.loras.names(model))
 
 
 ROUTES: list[Any] = [post_lora, list_loras, get_lora, delete_lora]

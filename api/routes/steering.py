@@ -16,7 +16,7 @@ from litestar.params import JSONBody, PathParameter, QueryParameter
 
 from ...broker.ledger.steering import Account
 from ...schemas.base import now
-from ...schemas.errors import MidstreamError
+from ...schemas.errors import MidstreamError, unknown
 from ...schemas.interventions import FAMILY
 from ...schemas.keys import Caller, own, scoped, shown, unscoped
 from ...schemas.limits import MAX_DESCRIPTION, MAX_MODULE_NAME
@@ -151,8 +151,7 @@ async def delete_module(name: Name, request: JsonRequest, model: Model = None) -
 
 
 async def _no_module(context: AppContext, model: str, name: str, caller: Caller) -> MidstreamError:
-    names = ", ".join(own(caller.tenant, await context.steering.module_names(model))) or "none exists"
-    return MidstreamError("not_found", f"unknown module {name!r} of model {model!r}", field="name", allowed=names)
+    return unknown("module", name, model, own(caller.tenant, await context.steering.module_names(model)))
 
 
 def _view(module: Module) -> ModuleView:

@@ -7,13 +7,12 @@ import numpy as np
 import typer
 from rich.markup import escape
 
-from ...schemas.base import to_json
 from ...schemas.errors import MidstreamError
 from ..captures.export import export
 from ..captures.reader import CaptureReader
 from ..render import jobs as show
 from . import options
-from .jobs import AsJson, JobId, Url, connect, out
+from .jobs import AsJson, JobId, Url, connect, out, print_list
 
 Source = Annotated[str, typer.Argument(metavar="JOB|FOLDER", help="A job's id, or a folder or file of captures.")]
 Job = Annotated[str | None, typer.Option(help="Which job, if a folder has captures of several.")]
@@ -105,12 +104,7 @@ def capture_list(
     """List the newest captures on the server, with their sizes."""
     with connect(url) as client:
         page = client.captures(tag=tag, limit=limit)
-    if json_:
-        print(to_json(page).decode())
-    elif page.captures:
-        out.print(show.captures(page))
-    else:
-        out.print("no captures", style="dim")
+    print_list(page, page.captures, lambda _: show.captures(page), "captures", json_)
 
 
 @capture_app.command("delete")

@@ -1,8 +1,9 @@
 """Jobs on the command line: `submit`, `job …`."""
 
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 import typer
@@ -20,12 +21,15 @@ from ..sdk.client import Client
 from ..sdk.wire import returned_rows
 from . import options
 
+T = TypeVar("T")
+
 out = Console(soft_wrap=False, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
 Url = Annotated[str | None, typer.Option(help="URL of the API; default: the stack running on the data directory.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Model = Annotated[str | None, typer.Option(help="Its model; required only if several are served.")]
 
 DEFAULTS = SamplingRequest()
 #: Capture options are grouped in `--help`.
@@ -45,6 +49,16 @@ def register(app: typer.Typer) -> None:
 
 def connect(given: str | None) -> Client:
     return Client(given, load_settings().api_key)
+
+
+def print_list(answer: Any, entries: Sequence[T], shown: Callable[[Sequence[T]], Any], things: str, as_json: bool) -> None:
+    """`answer`: what has the entries, as JSON. `shown`: for people."""
+    if as_json:
+        print(to_json(answer).decode())
+    elif entries:
+        out.print(shown(entries))
+    else:
+        out.print(f"no {things}", style="dim")
 
 
 @options.with_handling
@@ -150,12 +164,7 @@ def job_list(
     """List the newest jobs."""
     with connect(url) as client:
         page = client.jobs(state=state.value if state else None, model=model, limit=limit)
-    if json_:
-        print(to_json(page).decode())
-    elif page.jobs:
-        out.print(jobs.jobs(page.jobs))
-    else:
-        out.print("no jobs", style="dim")
+    print_list(page, page.jobs, jobs.jobs, "jobs", json_)
 
 
 @job_app.command("wait")

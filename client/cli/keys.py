@@ -21,7 +21,7 @@ from ..durations import seconds
 from ..render import jobs
 from ..sdk import wire
 from ..sdk.keys import key_request
-from .jobs import AsJson, Url, connect, err, out
+from .jobs import AsJson, Url, connect, err, out, print_list
 
 RedisUrl = Annotated[
     str | None,
@@ -102,12 +102,7 @@ def keys_list(json_: AsJson = False, url: Url = None) -> None:
     """List the keys of all tenants."""
     with connect(url) as client:
         found = client.api_keys()
-    if json_:
-        print(to_json(found).decode())
-    elif found:
-        out.print(_keys(found))
-    else:
-        out.print("no keys", style="dim")
+    print_list(found, found, _keys, "keys", json_)
 
 
 @keys_app.command("revoke")

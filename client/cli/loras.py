@@ -7,10 +7,9 @@ import typer
 from ...schemas.base import to_json
 from ...schemas.loras import Lora
 from ..render import loras
-from .jobs import AsJson, Url, connect, out
+from .jobs import AsJson, Model, Url, connect, out, print_list
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="An adapter's name.")]
-Model = Annotated[str | None, typer.Option(help="Its model; required only if several are served.")]
 
 loras_app = typer.Typer(no_args_is_help=True, help="Manage LoRA adapters: requests name one with --lora.")
 
@@ -25,12 +24,7 @@ def loras_list(model: Model = None, json_: AsJson = False, url: Url = None) -> N
     """List the adapters."""
     with connect(url) as client:
         found = client.loras(model)
-    if json_:
-        print(to_json(found).decode())
-    elif found:
-        out.print(loras.listed(found))
-    else:
-        out.print("no adapters", style="dim")
+    print_list(found, found, loras.listed, "adapters", json_)
 
 
 @loras_app.command("add")

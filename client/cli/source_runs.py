@@ -6,10 +6,9 @@ import typer
 
 from ...schemas.base import to_json
 from ..render import jobs
-from .jobs import AsJson, Url, connect, out
+from .jobs import AsJson, Model, Url, connect, out, print_list
 
 Name = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or the id of a job with capture files.")]
-Model = Annotated[str | None, typer.Option(help="Its model; required only if several are served.")]
 
 runs_app = typer.Typer(no_args_is_help=True, help="List, inspect and delete source runs: rows for patching.")
 
@@ -29,12 +28,7 @@ def runs_list(
     """List the newest named runs."""
     with connect(url) as client:
         page = client.source_runs(model, limit=limit)
-    if json_:
-        print(to_json(page).decode())
-    elif page.runs:
-        out.print(jobs.runs(page.runs))
-    else:
-        out.print("no runs", style="dim")
+    print_list(page, page.runs, jobs.runs, "runs", json_)
 
 
 @runs_app.command("show")

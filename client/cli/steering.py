@@ -9,10 +9,9 @@ from ...schemas.errors import MidstreamError
 from ...schemas.steering import GlobalView, ModuleView
 from ..render import steering
 from . import options
-from .jobs import AsJson, Url, connect, out
+from .jobs import AsJson, Model, Url, connect, out, print_list
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A module's name.")]
-Model = Annotated[str | None, typer.Option(help="Its model; required only if several are served.")]
 Steer = Annotated[list[str], typer.Option(metavar=options.STEER, help="Steering for every request; repeatable.")]
 
 modules_app = typer.Typer(no_args_is_help=True, help="Manage named modules: steering that requests refer to by name.")
@@ -31,12 +30,7 @@ def modules_list(model: Model = None, json_: AsJson = False, url: Url = None) ->
     """List the modules."""
     with connect(url) as client:
         found = client.modules(model)
-    if json_:
-        print(to_json(found).decode())
-    elif found:
-        out.print(steering.modules(found))
-    else:
-        out.print("no modules", style="dim")
+    print_list(found, found, steering.modules, "modules", json_)
 
 
 @modules_app.command("register")

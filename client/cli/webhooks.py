@@ -12,7 +12,7 @@ from ...schemas.base import to_json
 from ...schemas.webhooks import Delivery, DeliveryAttempt, DeliveryState, DisabledEndpoint, SecretList
 from ..durations import seconds
 from ..render import jobs
-from .jobs import AsJson, Url, connect, err, out
+from .jobs import AsJson, Url, connect, err, out, print_list
 
 Tenant = Annotated[str | None, typer.Option(help="This tenant's; requires scope admin.")]
 
@@ -40,12 +40,7 @@ def webhooks_list(
             _print_disabled(client.disabled_webhooks(tenant=tenant), json_)
             return
         page = client.deliveries(job=job, state=cast(DeliveryState | None, state), tenant=tenant, limit=limit)
-    if json_:
-        print(to_json(page).decode())
-    elif page.deliveries:
-        out.print(deliveries(page.deliveries))
-    else:
-        out.print("no webhooks", style="dim")
+    print_list(page, page.deliveries, deliveries, "webhooks", json_)
 
 
 @webhooks_app.command("show")

@@ -1,5 +1,6 @@
 """Terminal output of jobs, receipts and captures."""
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -46,6 +47,11 @@ def size(count: float) -> str:
 def count(number: int, thing: str) -> str:
     """`1 file`, `2 files`."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def minute(at: float) -> str:
+    """Seconds since the epoch, as local time."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
 def seconds(start: float | None, end: float | None) -> str:

@@ -1,6 +1,5 @@
 """Terminal output of named modules, global steering and the ranks' reports."""
 
-import time
 from collections.abc import Sequence
 
 from rich import box
@@ -8,9 +7,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from ...schemas.base import to_json
+from ...schemas.loras import Lora
 from ...schemas.selectors import as_ranges
 from ...schemas.steering import Agreement, Dynamic, EntryView, GlobalView, ModuleView, WorkerSteering
-from .jobs import TABLE_ROWS, count, size, table
+from .jobs import TABLE_ROWS, count, facts, minute, size, table
 
 #: Shown characters of a digest or hash: enough to distinguish them.
 DIGEST = 12
@@ -21,7 +21,7 @@ def modules(views: Sequence[ModuleView]) -> Table:
     """One line per name."""
     shown = table("Modules", "name", "digest", "what", "bytes", "since", "description")
     for view in views:
-        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(view.created))
+        since = minute(view.created)
         shown.add_row(escape(view.name), view.digest[:DIGEST], what(view.entries), size(view.bytes), since, escape(view.description))
     return shown
 
@@ -36,20 +36,18 @@ def what(entries: Sequence[EntryView]) -> str:
 
 def module(view: ModuleView) -> Table:
     """All about one name; its entries are `entries`."""
-    shown = Table(show_header=False, box=None, pad_edge=False)
-    shown.add_column(style="dim")
-    shown.add_column(overflow="fold")
-    replaced = f" (before: {view.replaced[:DIGEST]})" if view.replaced else ""
-    for name, value in (
-        ("module", view.name),
-        ("model", view.model),
-        ("digest", view.digest + replaced),
+    return facts(
+        ("module", escape(view.name)),
+        ("model", escape(view.model)),
+        ("digest", digest(view)),
         ("tensors", f"{len({tensor for entry in view.entries for tensor in entry.tensors})}, {size(view.bytes)}"),
-        ("description", view.description),
-    ):
-        if value:
-            shown.add_row(name, escape(value))
-    return shown
+        ("description", escape(view.description)),
+    )
+
+
+def digest(of: ModuleView | Lora) -> str:
+    """Its digest, and what it replaced."""
+    return of.digest + (f" (before: {of.replaced[:DIGEST]})" if of.replaced else "")
 
 
 def entries(views: Sequence[EntryView]) -> Table:

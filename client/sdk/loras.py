@@ -6,7 +6,7 @@ import httpx
 
 from ...schemas.loras import Lora, LoraName, LoraPage, LoraRequest
 from . import wire
-from .wire import Call
+from .wire import Call, of_model
 
 _LORAS = "/v1/loras"
 #: The server reads and hashes the adapter's files.
@@ -20,11 +20,7 @@ def _register(name: str, path: str, model: str | None, description: str) -> Call
 
 def _about(method: str, name: str, model: str | None) -> Call:
     """Raises MidstreamError for what cannot be a name: it is a part of the path."""
-    return Call(method, f"{_LORAS}/{wire.checked(name, LoraName, 'name')}", params=_of(model))
-
-
-def _of(model: str | None) -> dict[str, str | int | float]:
-    return {} if model is None else {"model": model}
+    return Call(method, f"{_LORAS}/{wire.checked(name, LoraName, 'name')}", params=of_model(model))
 
 
 class LoraCalls(ABC):
@@ -41,7 +37,7 @@ class LoraCalls(ABC):
         return wire.decode(self._send(_register(name, path, model, description)), Lora)
 
     def loras(self, model: str | None = None) -> list[Lora]:
-        return wire.decode(self._send(Call("GET", _LORAS, params=_of(model))), LoraPage).loras
+        return wire.decode(self._send(Call("GET", _LORAS, params=of_model(model))), LoraPage).loras
 
     def lora(self, name: str, model: str | None = None) -> Lora:
         return wire.decode(self._send(_about("GET", name, model)), Lora)
@@ -61,7 +57,7 @@ class AsyncLoraCalls(ABC):
         return wire.decode(await self._send(_register(name, path, model, description)), Lora)
 
     async def loras(self, model: str | None = None) -> list[Lora]:
-        return wire.decode(await self._send(Call("GET", _LORAS, params=_of(model))), LoraPage).loras
+        return wire.decode(await self._send(Call("GET", _LORAS, params=of_model(model))), LoraPage).loras
 
     async def lora(self, name: str, model: str | None = None) -> Lora:
         return wire.decode(await self._send(_about("GET", name, model)), Lora)

@@ -7,7 +7,7 @@ import httpx
 
 from ...schemas.source_runs import RunPage, RunView
 from . import wire
-from .wire import Call
+from .wire import Call, of_model
 
 _RUNS = "/v1/runs"
 
@@ -18,7 +18,7 @@ def _page(model: str | None, limit: int | None, cursor: str | None) -> Call:
 
 
 def _one(method: str, name: str, model: str | None) -> Call:
-    return Call(method, f"{_RUNS}/{quote(name, safe='')}", params={} if model is None else {"model": model})
+    return Call(method, f"{_RUNS}/{quote(name, safe='')}", params=of_model(model))
 
 
 class RunCalls(ABC):

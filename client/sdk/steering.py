@@ -17,7 +17,7 @@ from ...schemas.specs import SteeringSpec
 from ...schemas.steering import Dynamic, GlobalRequest, GlobalView, ModuleName, ModulePage, ModuleRequest, ModuleView
 from ..values import packed
 from . import wire
-from .wire import Call, Steering
+from .wire import Call, Steering, of_model
 
 #: What a module or global steering may be given as.
 Wanted = Steering | Sequence[Steering] | Mapping[str, np.ndarray | list[Any]] | Path | str
@@ -44,7 +44,7 @@ def entries_of(wanted: Wanted) -> list[SteeringSpec]:
 
 def _module(method: str, name: str, model: str | None, body: Any = None) -> Call:
     """Raises MidstreamError for what cannot be a name: it is a part of the path."""
-    return Call(method, f"{_MODULES}/{wire.checked(name, ModuleName, 'name')}", body=body, params=_of(model), timeout=CHANGE_S)
+    return Call(method, f"{_MODULES}/{wire.checked(name, ModuleName, 'name')}", body=body, params=of_model(model), timeout=CHANGE_S)
 
 
 def _register(name: str, wanted: Wanted, model: str | None, description: str) -> Call:
@@ -56,11 +56,7 @@ def _set(wanted: Wanted, model: str | None) -> Call:
 
 
 def _about(method: str, path: str, model: str | None) -> Call:
-    return Call(method, path, params=_of(model), timeout=CHANGE_S)
-
-
-def _of(model: str | None) -> dict[str, str | int | float]:
-    return {} if model is None else {"model": model}
+    return Call(method, path, params=of_model(model), timeout=CHANGE_S)
 
 
 class SteeringCalls(ABC):

@@ -188,6 +188,11 @@ def id_of(job: JobLike) -> str:
     return found
 
 
+def of_model(model: str | None) -> dict[str, str | int | float]:
+    """Parameters of a call about a model, which may be left out where one is served."""
+    return {} if model is None else {"model": model}
+
+
 def job_path(job: JobLike, *parts: str) -> str:
     """`/v1/jobs/<id>/<parts>`, with whatever a user takes for an id kept inside its segment."""
     return "/".join(["/v1/jobs", quote(id_of(job), safe=""), *parts])

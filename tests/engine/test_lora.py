@@ -1,6 +1,6 @@
 """Rows under a LoRA adapter are the rows of transformers with the adapter merged into its weights. Real vLLM, fp32."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from reference import Edit, Reference
 from tiny import CHECKPOINTS, HIDDEN, LAYERS, checkpoint
 from tolerances import BF16_EXCESS, FP32_HOOKS
 
+from midstream.schemas.jobs import Job
 from midstream.schemas.loras import StoredLora
 from midstream.schemas.source_runs import RunRow, row_name
 from midstream.schemas.specs import StoredSteering
@@ -72,6 +73,19 @@ def worst(engine: Adapted, name: str, job, outputs, edits=()) -> float:
 
 def everything(engine: Adapted, positions="all"):
     return capture_of([], positions, sites={hook: ALL for hook in engine.hooks})
+
+
+def one_each(engine: Adapted, tokens: int = 20, max_tokens: int = 2) -> dict[str, Job]:
+    """The same prompt with each adapter and without one."""
+    return {
+        name: engine.host.job(prompt_of(tokens), max_tokens=max_tokens, capture=everything(engine), lora=engine.loras[name])
+        for name in ("one", "", "two")
+    }
+
+
+def require_right_rows(engine: Adapted, jobs: Mapping[str, Job], answers) -> None:
+    errors = {name: worst(engine, name, job, answers[job.id]) for name, job in jobs.items()}
+    assert {name: error for name, error in errors.items() if error > FP32_HOOKS} == {}
 
 
 def test_rows_of_mixed_batches_are_those_of_each_requests_own_adapter(llama_loras: Adapted) -> None:
@@ -242,13 +256,8 @@ def test_two_ranks_compute_and_account_for_an_adapter_alike(two_ranks, tmp_path:
     """Its matrices are divided as those of the model are; each stage has its own layers."""
     engine = adapted(None, tmp_path, "qwen3", **{split: 2})
     try:
-        jobs = {
-            name: engine.host.job(prompt_of(20), max_tokens=3, capture=everything(engine), lora=engine.loras[name])
-            for name in ("one", "", "two")
-        }
-        answers = engine.host.run(*jobs.values())
-        errors = {name: worst(engine, name, job, answers[job.id]) for name, job in jobs.items()}
-        assert {name: error for name, error in errors.items() if error > FP32_HOOKS} == {}
+        jobs = one_each(engine, max_tokens=3)
+        require_right_rows(engine, jobs, engine.host.run(*jobs.values()))
         receipts = engine.host.receipts(jobs["one"])
         assert len(receipts) == 2
         assert split == "pipeline_parallel_size" or len({receipt.checksum for receipt in receipts}) == 1
@@ -262,13 +271,8 @@ def test_the_v2_runner_computes_with_adapters(nurseries, tmp_path: Path) -> None
     options = {"max_num_batched_tokens": 64, "max_model_len": 256, "max_num_seqs": 8}
     engine = adapted(nurseries("v2"), tmp_path, "llama", runner="v2", **options)
     try:
-        jobs = {
-            name: engine.host.job(prompt_of(20), max_tokens=2, capture=everything(engine), lora=engine.loras[name])
-            for name in ("one", "", "two")
-        }
-        answers = engine.host.run_together(*jobs.values())
-        errors = {name: worst(engine, name, job, answers[job.id]) for name, job in jobs.items()}
-        assert {name: error for name, error in errors.items() if error > FP32_HOOKS} == {}
+        jobs = one_each(engine)
+        require_right_rows(engine, jobs, engine.host.run_together(*jobs.values()))
     finally:
         engine.host.close()
 
@@ -277,10 +281,7 @@ def test_the_v2_runner_computes_with_adapters(nurseries, tmp_path: Path) -> None
 def test_bf16_rows_under_an_adapter_are_as_close_as_transformers_own(nursery: Nursery, tmp_path: Path) -> None:
     engine = adapted(nursery, tmp_path, "llama", dtype="bfloat16")
     try:
-        jobs = {
-            name: engine.host.job(prompt_of(40), max_tokens=2, capture=everything(engine), lora=engine.loras[name])
-            for name in ("one", "", "two")
-        }
+        jobs = one_each(engine, 40)
         engine.host.run_together(*jobs.values())
         for name, job in jobs.items():
             reader = engine.host.capture(job)

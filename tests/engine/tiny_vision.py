@@ -63,6 +63,12 @@ def _narrow(model_type: str, **options: Any) -> dict[str, Any]:
     return _GROUPED | {"model_type": model_type, "num_attention_heads": 2, "num_key_value_heads": 1} | options
 
 
+def _shuffled(name: str) -> Checkpoint:
+    """Idefics 3 and those built like it."""
+    vision = _VISION | {"model_type": f"{name.lower()}_vision"}
+    return _vision(name, name, _TEXT | {"model_type": "llama"}, vision, image_token_id=500, scale_factor=2, pad_token_id=None)
+
+
 CHECKPOINTS: dict[str, Checkpoint] = {
     "llava": _vision(
         "Llava", "Llava", _TEXT | {"model_type": "llama"}, _VISION | {"model_type": "clip_vision_model"}, image_token_index=500
@@ -90,24 +96,8 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "qwen2-vl": _vision("Qwen2VL", "Qwen2VL", _narrow("qwen2_vl_text", **_MROPE), _QWEN2_VISION, **_QWEN_TOKENS),
     "qwen2.5-vl": _vision("Qwen2_5_VL", "Qwen2_5_VL", _narrow("qwen2_5_vl_text", **_MROPE), _QWEN25_VISION, **_QWEN_TOKENS),
     "qwen3-vl": _vision("Qwen3VL", "Qwen3VL", _TEXT | {"model_type": "qwen3_vl_text"} | _INTERLEAVED, _QWEN3_VISION, **_QWEN_TOKENS),
-    "idefics3": _vision(
-        "Idefics3",
-        "Idefics3",
-        _TEXT | {"model_type": "llama"},
-        _VISION | {"model_type": "idefics3_vision"},
-        image_token_id=500,
-        scale_factor=2,
-        pad_token_id=None,
-    ),
-    "smolvlm": _vision(
-        "SmolVLM",
-        "SmolVLM",
-        _TEXT | {"model_type": "llama"},
-        _VISION | {"model_type": "smolvlm_vision"},
-        image_token_id=500,
-        scale_factor=2,
-        pad_token_id=None,
-    ),
+    "idefics3": _shuffled("Idefics3"),
+    "smolvlm": _shuffled("SmolVLM"),
     "internvl": _vision(
         "InternVL",
         "InternVL",
