@@ -40,7 +40,7 @@ class StoredLora(Record):
 
 
 class LoraUse(Record):
-    """The adapter that rows are computed with, as ranks are told, and as results and manifests say it."""
+    """The adapter that rows are computed with, as requests to ranks, results and manifests name it."""
 
     name: str
     digest: str

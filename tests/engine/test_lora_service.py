@@ -62,8 +62,8 @@ def test_a_job_names_an_adapter_and_gets_the_rows_of_merged_weights(served: Serv
                 assert relative_error(reader.array(layer, hook), wanted[hook, layer]) <= FP32_ROWS, (name, hook, layer)
         lora = served.client.lora(name) if name else None
         manifest = httpx.get(f"{served.stack.url}/v1/captures/{result.id}").json()
-        for told in (result.lora, reader.manifest().lora):
-            assert (told and (told.name, told.digest)) == (lora and (name, lora.digest))
+        for named in (result.lora, reader.manifest().lora):
+            assert (named and (named.name, named.digest)) == (lora and (name, lora.digest))
         assert (manifest["lora"] or {}).get("digest") == (lora and lora.digest)
 
 

@@ -43,7 +43,7 @@ _EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint to be made: transformers' config class and what it is told; `architecture` is what vLLM looks up."""
+    """A checkpoint to be made: transformers' config class and its arguments; `architecture` is what vLLM looks up."""
 
     architecture: str
     config: str
@@ -86,8 +86,8 @@ def write(path: Path, kind: Any, config: Any, architecture: str, seed: int, tame
                 buffer.copy_(0.1 * torch.randn_like(buffer))
     _save_tokenizer(path)
     model.save_pretrained(path)
-    told = json.loads((path / "config.json").read_text()) | {"architectures": [architecture]}
-    (path / "config.json").write_text(json.dumps(told, indent=1))
+    written = json.loads((path / "config.json").read_text()) | {"architectures": [architecture]}
+    (path / "config.json").write_text(json.dumps(written, indent=1))
     return path
 
 

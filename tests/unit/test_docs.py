@@ -33,9 +33,9 @@ SEPARATOR = re.compile(r"[();<>|&]+")
 
 def test_the_settings_page_and_the_settings_agree_both_ways() -> None:
     page = (ROOT / "docs" / "settings.md").read_text()
-    told = [(row["name"], _value(row["default"])) for row in SETTING_ROW.finditer(page)]
-    assert len(dict(told)) == len(told), "a setting stands in the page twice"
-    assert dict(told) == {name: getattr(Settings(), name) for name in Settings.__struct_fields__}
+    listed = [(row["name"], _value(row["default"])) for row in SETTING_ROW.finditer(page)]
+    assert len(dict(listed)) == len(listed), "a setting stands in the page twice"
+    assert dict(listed) == {name: getattr(Settings(), name) for name in Settings.__struct_fields__}
 
 
 def _value(text: str) -> Any:

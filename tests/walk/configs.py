@@ -250,7 +250,7 @@ def tiny_config(architecture: str, **more: Any) -> PretrainedConfig:
 
 
 def _shrunk(config: PretrainedConfig, own: Mapping[str, Any], text: bool) -> dict[str, Any]:
-    """What the config class is told."""
+    """The arguments of the config class."""
     given: dict[str, Any] = {}
     text_config = config.get_text_config() if text else None
     nested = {name: value for name, value in vars(config).items() if isinstance(value, PretrainedConfig)}

@@ -50,8 +50,8 @@ def _lines(results: Mapping[str, Result]) -> Iterable[str]:
         for outcome in ("served", "laws", "differs", "refused", "not made")
     }
     versions = Counter((result.vllm, result.transformers) for result in results.values()).most_common()
-    told = "; ".join(f"{count} with vLLM {vllm} and transformers {transformers}" for (vllm, transformers), count in versions)
-    yield f"{len(results)} classes tried: {told}."
+    shown = "; ".join(f"{count} with vLLM {vllm} and transformers {transformers}" for (vllm, transformers), count in versions)
+    yield f"{len(results)} classes tried: {shown}."
     count = len(distinct(of["served"]))
     yield f"{len(of['served'])} are served with rows equal to transformers': {count} distinct classes of vLLM and its backend."
     yield from ("", "## Served, equal to transformers", "", *HEAD)
@@ -87,5 +87,5 @@ def _served(result: Result) -> str:
 
 def _cell(text: str, known: bool = True) -> str:
     """The reason in our words, or without the names of Python's exceptions."""
-    told = (known and in_our_words(text)) or re.sub(r"^([\w.]*(Error|Exception): |the engine did not start: |model: (\w+: )?)+", "", text)
-    return told.replace("|", "\\|").replace("\n", " ")
+    shown = (known and in_our_words(text)) or re.sub(r"^([\w.]*(Error|Exception): |the engine did not start: |model: (\w+: )?)+", "", text)
+    return shown.replace("|", "\\|").replace("\n", " ")

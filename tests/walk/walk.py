@@ -78,10 +78,10 @@ def attempt(name: str, folder: Path, nursery: Nursery) -> Result:
         except BaseException as error:
             log = folder / dtype / "engine.log"
             raised = "".join(traceback.format_exception(error))
-            told = log.read_text(errors="replace") if log.exists() else ""
-            ended = "the engine process ended" in raised and told
-            result = replace(result, why=TOO_LONG if isinstance(error, TimeoutError) else _reason(told if ended else raised))
-            if BF16_ONLY.search(told + raised) and dtype == "float32":
+            logged = log.read_text(errors="replace") if log.exists() else ""
+            ended = "the engine process ended" in raised and logged
+            result = replace(result, why=TOO_LONG if isinstance(error, TimeoutError) else _reason(logged if ended else raised))
+            if BF16_ONLY.search(logged + raised) and dtype == "float32":
                 continue
         break
     return replace(result, why=result.why.replace(str(folder), "…"), seconds=round(time.monotonic() - started, 1))
@@ -111,10 +111,10 @@ def _measure(result: Result, path: Path, folder: Path, nursery: Nursery) -> Resu
 
 
 def _verdict(result: Result, figures: dict[str, Figure], limit: float) -> Result:
-    told = {hook: str(figure) for hook, figure in figures.items()}
+    shown = {hook: str(figure) for hook, figure in figures.items()}
     worst = max(figure.worst for figure in figures.values())
     without = [hook for hook in result.hooks if hook not in figures]
-    result = replace(result, why="", figure=worst, figures=told, note=f"no reference for {', '.join(without)}" if without else "")
+    result = replace(result, why="", figure=worst, figures=shown, note=f"no reference for {', '.join(without)}" if without else "")
     if not worst <= limit:
         return replace(result, outcome="differs", why="vLLM computes something else than transformers")
     return replace(result, outcome="served")

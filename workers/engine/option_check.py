@@ -38,8 +38,8 @@ def accepted(settings: Settings) -> Accepted:
         try:
             _require_allowed(name, types)
             made[name] = _converted(name, value, types[name])
-            told = made[name].name if isinstance(value, str) and isinstance(made[name], Enum) else value
-            if doubt := unproven(name, told):
+            given = made[name].name if isinstance(value, str) and isinstance(made[name], Enum) else value
+            if doubt := unproven(name, given):
                 if not settings.engine_unproven:
                     raise SettingsError(f"{doubt}: it is passed on only with `engine_unproven` (--engine-unproven), and then stamped")
                 caveats.append(f"{doubt}: rows may differ from transformers'")
@@ -62,7 +62,7 @@ def _require_allowed(name: str, types: Mapping[str, Any]) -> None:
 
 
 def unproven(name: str, value: Any) -> str:
-    """Why nobody knows the rows with this value; empty if they are proven."""
+    """What is not proven of rows with this value; empty if they are."""
     entry = PROVEN.get(name)
     if entry is None:
         return f"the engine option {name}={_shown(value)} is not proven with Midstream"

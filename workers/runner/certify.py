@@ -240,7 +240,7 @@ class Certifier:
         return Judgement(self._findings, self._skipped, edges, self._routed)
 
     def _attempt(self, law: str, judge: Callable[[Plan], None], plan: Plan) -> None:
-        """A module that cannot be called by itself proves nothing, and breaks nothing else."""
+        """A module that cannot be called alone proves nothing, and breaks nothing else."""
         try:
             judge(plan)
         except Exception as error:

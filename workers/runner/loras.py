@@ -1,6 +1,6 @@
 """LoRA adapters on a rank: what is loaded, and with which of them the rows of a step were computed.
 
-vLLM keeps and applies them. What its runner was told to apply is read back here, from the mapping of rows that its kernels got.
+vLLM keeps and applies them. What its kernels applied is read back here, from the mapping of rows that they got.
 """
 
 import logging

@@ -274,7 +274,7 @@ def refuse_shared_scales(model: torch.nn.Module) -> None:
 
 
 def _parts(module: torch.nn.Module) -> Iterator[Any]:
-    """A layer's kernels, and what its experts are told."""
+    """A layer's kernels, and the configuration of its experts."""
     for holder in (getattr(module, "quant_method", None), getattr(module, "scheme", None)):
         if holder is not None:
             yield from vars(holder).values()

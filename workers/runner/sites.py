@@ -244,7 +244,7 @@ def _wrap(module: nn.Module, before: Sequence[tuple[bool, _Visit]], after: Seque
 
 @contextmanager
 def without_sites(module: nn.Module) -> Iterator[None]:
-    """Within it no site in this module runs, whoever calls its parts."""
+    """Within it no site in this module runs, whatever calls its parts."""
     wrapped = [part for part in module.modules() if hasattr(part.__dict__.get("forward"), "bare")]
     forwards = [part.forward for part in wrapped]
     for part, forward in zip(wrapped, forwards, strict=True):
