@@ -93,7 +93,32 @@ def keep_aux(folder: str) -> None:
     EagleProposer.propose, EagleSpeculator.propose = of_v1, of_v2
 
 
+def route_in_one_group() -> None:
+    """Have vLLM choose experts by sigmoid without groups, which it refuses on CPUs, as with one group: it is the same function."""
+    from vllm.model_executor.layers.fused_moe.router import cpu_router
+
+    def computed(
+        self: Any, hidden: Any, logits: Any, *args: Any, compute: Any = cpu_router.CPURouter._compute_routing, **options: Any
+    ) -> Any:
+        if self.scoring_func != "sigmoid" or self.use_grouped_topk or self.custom_routing_function is not None:
+            return compute(self, hidden, logits, *args, **options)
+        return cpu_router._grouped_topk(
+            gating_output=logits,
+            topk=self.top_k,
+            renormalize=self.renormalize,
+            num_expert_group=1,
+            topk_group=1,
+            scoring_func="sigmoid",
+            routed_scaling_factor=self.routed_scaling_factor,
+            e_score_correction_bias=self.e_score_correction_bias,
+        )
+
+    cpu_router.CPURouter._compute_routing = computed
+
+
 async def serve(reply: Any) -> None:
+    if os.environ.get("ROUTE_IN_ONE_GROUP"):
+        route_in_one_group()
     from midstream.workers.engine.vllm import VllmEngine
 
     if os.environ.get("OVERLAP_STEPS"):

@@ -30,9 +30,12 @@ FAMILIES: Mapping[str, str] = {
     "cohere2": "Cohere2ForCausalLM",
     "falcon-h1": "FalconH1ForCausalLM",
     "nemotron-h": "NemotronHForCausalLM",
+    "minimax-m2": "MiniMaxM2ForCausalLM",
 }
 #: Their experts are chosen by a router, see `fidelity.ROUTED`.
-ROUTED = frozenset({"llama4", "gpt-oss", "deepseek-v2", "deepseek-v3", "glm4-moe", "qwen3-next", "granite4"})
+ROUTED = frozenset({"llama4", "gpt-oss", "deepseek-v2", "deepseek-v3", "glm4-moe", "qwen3-next", "granite4", "minimax-m2"})
+#: What must be replaced in vLLM for them to run here, tests only: see `engine_process`.
+CHANGED: Mapping[str, dict[str, str]] = {"minimax-m2": {"ROUTE_IN_ONE_GROUP": "1"}}
 #: vLLM computes their linear attention in bf16 only.
 BF16_ONLY = frozenset({"qwen3-next", "qwen3.5"})
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from families import BF16_ONLY, FAMILIES, checkpoint
+from families import BF16_ONLY, CHANGED, FAMILIES, checkpoint
 from families import ROUTED as ROUTED_FAMILIES
 from fidelity_page import PAGE, WAYS, Figure, Table, Way, read_page, write_page
 from host import Host, prompt_of
@@ -180,7 +180,7 @@ def nursery_for(runner: str, directory: Path) -> Nursery:
 def run(nursery: Nursery, directory: Path, name: str, path: Path, way: Way) -> list[dict[str, Outcome]]:
     """All trials of checkpoint `name`, which lies at `path`, in one way."""
     blocks = {"block_size": 32} if name in FAMILIES else {}  # of which chunks of attention are a multiple
-    host = nursery.host(directory / f"{name} {way.name}".replace(" ", "-"), path, **options_of(way), **blocks)
+    host = nursery.host(directory / f"{name} {way.name}".replace(" ", "-"), path, CHANGED.get(name), **options_of(way), **blocks)
     try:
         assert host.info["runner"] == way.runner
         draws = DRAWS if name in ROUTED and way.dtype == "bfloat16" else 1

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from families import BF16_ONLY, FAMILIES, ROUTED, checkpoint
+from families import BF16_ONLY, CHANGED, FAMILIES, ROUTED, checkpoint
 from fidelity import DRAWS, Truth, capture, judge, options_of
 from fidelity_page import Way
 
@@ -23,7 +23,7 @@ RECURRENT = [("falcon-h1", FP32), ("nemotron-h", FP32), ("granite4", FP32), ("qw
 def exceeded(name: str, way: Way, folder: Path, nursery, **settings: object) -> dict[str, str]:
     """Hook → figure beyond its tolerance, of the checkpoint on an engine with these settings."""
     path = checkpoint(name, folder / "checkpoint")
-    host = nursery.host(folder / "engine", path, **(options_of(way) | {"block_size": 32} | settings))
+    host = nursery.host(folder / "engine", path, CHANGED.get(name), **(options_of(way) | {"block_size": 32} | settings))
     try:
         truth = Truth(path, way.dtype)
         assert set(host.info["hooks"]) <= set(truth.hooks)
