@@ -1,11 +1,13 @@
-"""Families whose hook points are found in the loaded model: their rows are transformers', captured and edited; so are their tokens."""
+"""Families whose hook points are found in the loaded model: captured, edited and patched rows are transformers'; so are tokens."""
 
 from pathlib import Path
 
 import pytest
 from families import BF16_ONLY, CHANGED, FAMILIES, ROUTED, checkpoint
-from fidelity import DRAWS, Truth, capture, judge, options_of
+from fidelity import ALL, DRAWS, PROMPT, Outcome, Truth, capture, judge, options_of
 from fidelity_page import Way
+from host import Host, capture_of, prompt_of
+from patching_kit import Cell, edits, patches, rows_of
 
 FP32, BF16 = Way("v1", "eager", "float32"), Way("v1", "eager", "bfloat16")
 #: A hybrid, and experts with sinks: the others take minutes.
@@ -20,19 +22,54 @@ CASES = [
 RECURRENT = [("falcon-h1", FP32), ("nemotron-h", FP32), ("granite4", FP32), ("qwen3-next", BF16)]
 
 
+#: A layer in the middle, and the positions there that get the rows of other positions of the source.
+LAYER, PLACES = 1, (1, 2, 8, 20, PROMPT - 1)
+
+
+def patched(host: Host, hooks: tuple[str, ...], draw: int) -> dict[str, Outcome]:
+    """As `capture`: a source run, and for each hook a run of another prompt with rows of the source, from the patched layer on."""
+    first = 50 + 100 * draw
+    source = host.job(prompt_of(PROMPT, seed=first), max_tokens=3, capture=capture_of([], "all", sites=dict.fromkeys(hooks, ALL)))
+    host.run(source)
+    rows, key, above = rows_of(host, source), host.keep(source), dict.fromkeys(hooks, ALL[LAYER:])
+    wanted, jobs = {}, {}
+    for number, hook in enumerate(hooks):
+        cells = [Cell(hook, LAYER, position, PROMPT - 1 - position) for position in PLACES]
+        put = capture_of([LAYER], list(PLACES), "after", hook, at="after")
+        captures = [capture_of([], "all", sites=above), put]
+        prompt = prompt_of(PROMPT, seed=first + 1 + number)
+        jobs[hook] = host.job(prompt, max_tokens=3, capture=captures, steering=patches(key, cells))
+        wanted[hook] = edits(cells, rows)
+    host.run(*jobs.values())
+    outcomes = {"": Outcome([], host.capture(source).token_ids(), rows, None)}
+    for hook, job in jobs.items():
+        put_rows = host.capture(job, 1).array(LAYER, hook)
+        outcomes[hook] = Outcome(wanted[hook], host.capture(job).token_ids(), rows_of(host, job), put_rows)
+    return outcomes
+
+
+RUNS = {"edited": capture, "patched": patched}
+
+
 def exceeded(name: str, way: Way, folder: Path, nursery, **settings: object) -> dict[str, str]:
-    """Hook → figure beyond its tolerance, of the checkpoint on an engine with these settings."""
+    """Hook → figure beyond its tolerance, of the checkpoint on an engine with these settings: edited, and patched."""
     path = checkpoint(name, folder / "checkpoint")
     host = nursery.host(folder / "engine", path, CHANGED.get(name), **(options_of(way) | {"block_size": 32} | settings))
     try:
         truth = Truth(path, way.dtype)
         assert set(host.info["hooks"]) <= set(truth.hooks)
         draws = DRAWS if name in ROUTED and way == BF16 else 1
-        figures = judge([capture(host, host.info["hooks"], draw) for draw in range(draws)], truth, way.dtype)
+        runs = {kind: [run(host, host.info["hooks"], draw) for draw in range(draws)] for kind, run in RUNS.items()}
     finally:
         host.close()
+    shows = way != BF16 or name not in ROUTED - BF16_ONLY  # a median may hide a patch; fp32 shows it
+    figures = {f"{kind} {hook}": figure for kind, made in runs.items() for hook, figure in judge(made, truth, way.dtype).items()}
     assert truth.other_tokens == 0
-    return {hook: str(figure) for hook, figure in figures.items() if figure.worst > way.tolerance}
+    for hook, outcome in runs["patched"][0].items():
+        if hook and shows:
+            left_out = truth.errors(outcome.rows, outcome.token_ids)
+            assert max(left_out.values()) > way.tolerance, f"{hook}: nothing shows the patch"
+    return {what: str(figure) for what, figure in figures.items() if figure.worst > way.tolerance}
 
 
 # field case 2, field case 3
