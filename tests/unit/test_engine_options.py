@@ -15,7 +15,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import FILE_VARIABLE, Settings, SettingsError, engine_options, load_settings, to_environment
-from midstream.workers.engine import vllm_options
+from midstream.workers.engine import option_lists, vllm_options
 from midstream.workers.engine.option_check import accepted
 from midstream.workers.engine.option_lists import OURS, PROVEN, UNKNOWN, WRONG, Proven, tables
 from midstream.workers.engine.vllm import VllmEngine
@@ -193,3 +193,7 @@ def test_an_option_without_name_or_value_is_refused(text: str) -> None:
 
 def test_no_reason_is_without_words() -> None:
     assert all(re.search(r"\w+ \w+", text) for text in (*WRONG.values(), *(entry.why for entry in PROVEN.values())))
+
+
+def test_no_option_is_refused_for_two_reasons() -> None:
+    assert len(WRONG) == sum(map(len, option_lists._REFUSED.values()))

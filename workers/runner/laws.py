@@ -138,10 +138,10 @@ def judge_layer(shape: Shape, rows: Rows, layer: int) -> list[Finding]:
     return found
 
 
-def judge_boundary(shape: Shape, left: torch.Tensor, entered: torch.Tensor, layer: int, label: str = "") -> Finding:
+def judge_boundary(shape: Shape, left: torch.Tensor, entered: torch.Tensor, layer: int) -> Finding:
     """`post_block` of `layer` against `pre_attn` of the next."""
     figure = elementwise(entered, [left], shape.tolerance("same"))
-    return Finding(f"{label}pre_attn[L+1] = post_block[L]", ("post_block", "pre_attn"), layer, figure, "same")
+    return Finding("pre_attn[L+1] = post_block[L]", ("post_block", "pre_attn"), layer, figure, "same")
 
 
 def judge_same(shape: Shape, law: str, hook: Hook, layer: int, got: torch.Tensor, wanted: torch.Tensor) -> Finding:
@@ -149,10 +149,10 @@ def judge_same(shape: Shape, law: str, hook: Hook, layer: int, got: torch.Tensor
     return Finding(law, (hook,), layer, rowwise(got, wanted, shape.tolerance("batch"), median=shape.routed), "batch")
 
 
-def judge_module(shape: Shape, got: torch.Tensor, wanted: torch.Tensor, layer: int, hooks: Sequence[str], label: str = "") -> Finding:
+def judge_module(shape: Shape, got: torch.Tensor, wanted: torch.Tensor, layer: int, hooks: Sequence[str]) -> Finding:
     """What the layer's own MLP gives for the rows of its input against the rows of `mlp_out`."""
     figure = rowwise(got, wanted, shape.tolerance("module"), median=shape.routed)
-    return Finding(f"{label}MLP({hooks[0]}) = mlp_out", tuple(hooks), layer, figure, "module")
+    return Finding(f"MLP({hooks[0]}) = mlp_out", tuple(hooks), layer, figure, "module")
 
 
 # --- Laws of an edit ---------------------------------------------------------------------------------------------------------

@@ -36,11 +36,7 @@ _BLOCKS = "kept_blocks.py, quarantine.py, scheduler.py"
 
 SEAMS: tuple[Seam, ...] = (
     # Workers and runners
-    Seam(
-        "vllm.v1.worker.worker_base:WorkerBase",
-        ("vllm_config", "model_config", "parallel_config", "rank", "device"),
-        "worker_class.py",
-    ),
+    Seam("vllm.v1.worker.worker_base:WorkerBase", ("vllm_config", "model_config", "parallel_config", "rank", "device"), "worker_class.py"),
     Seam(
         "vllm.v1.worker.gpu_worker:Worker",
         ("init_device", "load_model", "initialize_from_config", "use_v2_model_runner", "model_runner"),
@@ -157,11 +153,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam("vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor", ("cg_mode",), "graph_families.py"),
     # Processes
-    Seam(
-        "vllm.distributed.device_communicators.shm_broadcast:SpinCondition",
-        ("wait(timeout_ms)", "last_read", "busy_loop_s"),
-        "naps.py",
-    ),
+    Seam("vllm.distributed.device_communicators.shm_broadcast:SpinCondition", ("wait(timeout_ms)", "last_read", "busy_loop_s"), "naps.py"),
     Seam("vllm.distributed.utils", ("get_pp_indices(num_hidden_layers, pp_rank, pp_size)",), "stages.py"),
     Seam("vllm.distributed", (), "worker_class.py"),
     Seam(
