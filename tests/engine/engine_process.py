@@ -6,6 +6,7 @@ Run as `python engine_process.py`; settings come from the environment. Used thro
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import unittest.mock
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
+from refit import certify_with
 
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.errors import MidstreamError
@@ -127,6 +129,7 @@ async def serve(reply: Any) -> None:
         keep_aux(folder)
     engine = VllmEngine(load_settings())
     await engine.start()
+    engine.certify_with = functools.partial(certify_with, engine)  # type: ignore[attr-defined]
     called = count_rank_calls(engine)
     reply(Answer(info=msgspec.to_builtins(engine.info)))
     for line in iter(lambda: sys.stdin.readline(), ""):

@@ -59,7 +59,12 @@ KNOWN |= {
         "half": "the hook reads one tensor of the pair whose sum it is",
     }.items()
 }
-_ADDED: dict[Hook, Hook] = {"pre_attn": "mlp_in", "post_attn": "attn_out", "post_block": "mlp_out"}
+#: What is read instead: the first that the layer has.
+_ADDED: dict[Hook, tuple[Hook, ...]] = {
+    "pre_attn": ("mlp_in", "attn_out"),
+    "post_attn": ("attn_out",),
+    "post_block": ("mlp_out", "attn_out"),
+}
 _SLOW_S = 1.0
 
 
@@ -134,8 +139,8 @@ def misplaced(adapter: "Adapter", faults: Faults) -> "Adapter":
     def wrong(variant: "Variant") -> "Variant":
         taps = dict(variant.taps)
         for hook, tap in variant.taps.items():
-            if f"branch_{hook}" in faults:
-                taps[hook] = variant.taps[_ADDED[hook]]
+            if f"branch_{hook}" in faults and (branch := next((each for each in _ADDED[hook] if each in taps), None)):
+                taps[hook] = variant.taps[branch]
             elif f"half_{hook}" in faults:
                 taps[hook] = replace(tap, kind="single")
         return replace(variant, taps=taps, stated=variant.laws)

@@ -1,0 +1,52 @@
+"""Certifies one loaded engine with many adapters, right and wrong: its hook sites are taken off and installed anew for each.
+
+In the engine's process, whose one rank lives in it: see `nursery`. An engine that starts anew for each takes five times as long.
+"""
+
+import unittest.mock
+from typing import Any
+
+import msgspec
+
+from midstream.workers.engine.certificate import Uncertified
+from midstream.workers.runner.config import plane_config
+
+
+async def certify_with(engine: Any, fault: str) -> dict[str, Any]:
+    """The `certificate` of the adapter with this fault (of `faults`; empty: the right one), or `refused`: why no engine would start.
+
+    Beside it `taps`, what the adapter says. The engine must have started with `certify=False`, and with `sweep_entry=False`, whose gate
+    is no site.
+    """
+    llm = engine._llm
+    worker = llm._core.model_executor.driver_worker.worker
+    await llm._in_thread(_install, worker, fault)
+    adapter, *_ = worker._certified
+    taps = str([adapter.of(layer).taps for layer in range(adapter.num_layers)])
+    bare, settings = engine.info, engine._settings
+    engine._settings = msgspec.structs.replace(settings, certify=True)
+    try:
+        with unittest.mock.patch.object(llm, "shutdown"):  # the next one needs the engine
+            await engine._certify(trusted=False)
+        return {"taps": taps, "certificate": msgspec.to_builtins(engine.info.certificate)}
+    except Uncertified as error:
+        return {"taps": taps, "refused": error.detail}
+    finally:
+        engine.info, engine._settings = bare, settings
+        engine._vectors.forget()
+        await llm.reset_prefix_cache()
+
+
+def _install(worker: Any, fault: str) -> None:
+    """The worker's own `load_model`, on the model that is loaded."""
+    worker._plane.close()
+    model = worker.model_runner.get_model()
+    for part in model.modules():
+        if (bare := getattr(part.__dict__.get("forward"), "bare", None)) is not None:
+            part.forward = bare
+    vars(model).pop("compute_logits", None)  # graded there
+    msgspec.structs.replace(plane_config(), fault=fault).export()
+    vllm = type(worker).__mro__[1]
+    with unittest.mock.patch.object(vllm, "load_model"), unittest.mock.patch.object(vllm, "initialize_from_config"):
+        worker.load_model()
+        worker.initialize_from_config()
