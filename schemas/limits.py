@@ -103,6 +103,10 @@ MAX_DETAIL = 1000
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+#: Of modules and adapters: a part of a URL's path. `Reference`: in a request; that it exists is checked at submission.
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(?!\n)$"
+PathName = Annotated[str, msgspec.Meta(max_length=MAX_MODULE_NAME, pattern=NAME_PATTERN)]
+Reference = Annotated[str, msgspec.Meta(max_length=MAX_MODULE_NAME)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 TokenIds = Annotated[list[Index], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]

@@ -6,13 +6,7 @@ import msgspec
 
 from .base import Record
 from .handling import Handling
-from .limits import MAX_DESCRIPTION, MAX_MODULE_NAME, MAX_PATH, Name
-
-#: As names of modules: a part of a URL's path.
-LORA_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(?!\n)$"
-LoraName = Annotated[str, msgspec.Meta(max_length=MAX_MODULE_NAME, pattern=LORA_PATTERN)]
-#: The name of an adapter in a request; that it exists is checked at submission.
-LoraReference = Annotated[str, msgspec.Meta(max_length=MAX_MODULE_NAME)]
+from .limits import MAX_DESCRIPTION, MAX_PATH, Name, PathName, Reference
 
 
 class LoraModule(Record):
@@ -53,13 +47,13 @@ def use_of(lora: StoredLora | None) -> LoraUse | None:
 class Adapted(Handling, kw_only=True):
     """Fields of every submission whose rows may be computed with an adapter."""
 
-    lora: LoraReference | None = None  # the name of an adapter: everything is computed with it
+    lora: Reference | None = None  # the name of an adapter: everything is computed with it
 
 
 class LoraRequest(Record):
     """Body of `POST /v1/loras`."""
 
-    name: LoraName
+    name: PathName
     path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]  # of PEFT's folder, relative to the setting `lora_dir`
     model: Name | None = None  # required only if several are served
     description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""

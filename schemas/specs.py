@@ -10,7 +10,7 @@ from .base import Record
 from .dtypes import ITEM_BYTES, RowDType
 from .images import ImageSpan
 from .interventions import FAMILY, MEANINGS, Family, SteeringOp
-from .limits import MAX_CONSUMERS, MAX_ENTRIES, MAX_HOOKS, MAX_MODULE_NAME, MAX_POSITIONS, MAX_TAG, Count, Index, Name
+from .limits import MAX_CONSUMERS, MAX_ENTRIES, MAX_HOOKS, MAX_POSITIONS, MAX_TAG, Count, Index, Name, Reference
 from .loras import LoraUse
 from .selectors import (
     DimensionSelector,
@@ -30,10 +30,6 @@ from .tensors import Tensor
 #: A tag is a folder name: one path segment, so it cannot leave the capture root.
 #: (`(?!\n)`: Python's `$` would let one line break follow.)
 Tag = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")]
-
-
-#: The name of a module; its existence is checked at submission.
-ModuleReference = Annotated[str, msgspec.Meta(max_length=MAX_MODULE_NAME)]
 
 #: Names a source run; job ids name the captures of their jobs without one, so no name may begin like them.
 RunName = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^(?!job_)[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")]
@@ -94,7 +90,7 @@ class SteeringSpec(Record):
     hook: HookName | None = None  # post_block
     positions: RequestedPositions | None = None  # all; of a module: its own
     op: Annotated[SteeringOp, msgspec.Meta(description=MEANINGS)] | None = None  # add
-    module: ModuleReference | None = None
+    module: Reference | None = None
     scale: float | None = None  # 1
     norm_match: bool | None = None  # false
     alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # 1: all of it
@@ -129,7 +125,7 @@ class PatchSource(Record):
     mean: bool = False
     positions: RequestedPositions | None = None  # of the mean
     vector: Tensor | None = None  # `[hidden_size]`
-    module: ModuleReference | None = None  # a named module that is one vector
+    module: Reference | None = None  # a named module that is one vector
     zeros: bool = False
 
     def __post_init__(self) -> None:

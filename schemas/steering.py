@@ -10,13 +10,10 @@ import msgspec
 
 from .base import Record
 from .interventions import FAMILY, Family
-from .limits import MAX_DESCRIPTION, MAX_ENTRIES, MAX_MODULE_NAME, Name
+from .limits import MAX_DESCRIPTION, MAX_ENTRIES, Name
 from .selectors import Hook, PositionSelector, RequestedPositions, cut_positions, resolve_positions
 from .specs import SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, steering_rows
 
-#: Names of modules: one path segment.
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(?!\n)$"
-ModuleName = Annotated[str, msgspec.Meta(max_length=MAX_MODULE_NAME, pattern=NAME_PATTERN)]
 Entries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
 
 

@@ -8,8 +8,8 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody, PathParameter
 
 from ...schemas.errors import MidstreamError, unknown
-from ...schemas.limits import MAX_MODULE_NAME
-from ...schemas.loras import LORA_PATTERN, Lora, LoraPage, LoraRequest
+from ...schemas.limits import MAX_MODULE_NAME, NAME_PATTERN
+from ...schemas.loras import Lora, LoraPage, LoraRequest
 from ..context import AppContext, context_of
 from ..resolve.loras import resolve_lora
 from ..web.body import JsonRequest
@@ -17,7 +17,7 @@ from .jobs import ERRORS, PROBLEM, Model
 
 Name = Annotated[
     str,
-    PathParameter(description="The adapter's name: letters, digits, `.`, `_` and `-`", max_length=MAX_MODULE_NAME, pattern=LORA_PATTERN),
+    PathParameter(description="The adapter's name: letters, digits, `.`, `_` and `-`", max_length=MAX_MODULE_NAME, pattern=NAME_PATTERN),
 ]
 
 

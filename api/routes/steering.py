@@ -19,10 +19,9 @@ from ...schemas.base import now
 from ...schemas.errors import MidstreamError, unknown
 from ...schemas.interventions import FAMILY
 from ...schemas.keys import Caller, own, scoped, shown, unscoped
-from ...schemas.limits import MAX_DESCRIPTION, MAX_MODULE_NAME
+from ...schemas.limits import MAX_DESCRIPTION, MAX_MODULE_NAME, NAME_PATTERN
 from ...schemas.module_files import specs_of
 from ...schemas.steering import (
-    NAME_PATTERN,
     Dynamic,
     EntryView,
     GlobalRequest,

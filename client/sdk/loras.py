@@ -4,7 +4,8 @@ from abc import ABC, abstractmethod
 
 import httpx
 
-from ...schemas.loras import Lora, LoraName, LoraPage, LoraRequest
+from ...schemas.limits import PathName
+from ...schemas.loras import Lora, LoraPage, LoraRequest
 from . import wire
 from .wire import Call, of_model
 
@@ -20,7 +21,7 @@ def _register(name: str, path: str, model: str | None, description: str) -> Call
 
 def _about(method: str, name: str, model: str | None) -> Call:
     """Raises MidstreamError for what cannot be a name: it is a part of the path."""
-    return Call(method, f"{_LORAS}/{wire.checked(name, LoraName, 'name')}", params=of_model(model))
+    return Call(method, f"{_LORAS}/{wire.checked(name, PathName, 'name')}", params=of_model(model))
 
 
 class LoraCalls(ABC):

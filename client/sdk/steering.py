@@ -13,8 +13,9 @@ import httpx
 import numpy as np
 
 from ...schemas.errors import invalid
+from ...schemas.limits import PathName
 from ...schemas.specs import SteeringSpec
-from ...schemas.steering import Dynamic, GlobalRequest, GlobalView, ModuleName, ModulePage, ModuleRequest, ModuleView
+from ...schemas.steering import Dynamic, GlobalRequest, GlobalView, ModulePage, ModuleRequest, ModuleView
 from ..values import packed
 from . import wire
 from .wire import Call, Steering, of_model
@@ -44,7 +45,7 @@ def entries_of(wanted: Wanted) -> list[SteeringSpec]:
 
 def _module(method: str, name: str, model: str | None, body: Any = None) -> Call:
     """Raises MidstreamError for what cannot be a name: it is a part of the path."""
-    return Call(method, f"{_MODULES}/{wire.checked(name, ModuleName, 'name')}", body=body, params=of_model(model), timeout=CHANGE_S)
+    return Call(method, f"{_MODULES}/{wire.checked(name, PathName, 'name')}", body=body, params=of_model(model), timeout=CHANGE_S)
 
 
 def _register(name: str, wanted: Wanted, model: str | None, description: str) -> Call:
