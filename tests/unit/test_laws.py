@@ -17,6 +17,7 @@ from midstream.workers.runner.laws import (
     judge_edit,
     judge_layer,
     judge_module,
+    judge_parts,
     judge_same,
     rowwise,
     verdict,
@@ -101,6 +102,27 @@ def test_a_stated_multiplier_is_part_of_the_law() -> None:
     }
     assert absent(*model(scaled), scaled) == {}
     assert "post_attn" in absent(*model(scaled), SEQUENTIAL), "the wrong multiplier"
+
+
+def of_parts(rows: Rows) -> dict[Hook, str]:
+    """What is absent of a model whose MLP has several parts, and so no `mlp_out`."""
+    shape = Shape([hook for hook in HOOKS if hook != "mlp_out"], EPS, lambda _: {"post_attn": {"pre_attn": 1.0, "attn_out": 1.0}})
+    found: list[Finding] = []
+    for layer in range(LAYERS):
+        found += judge_layer(shape, lambda hook, number: rows[hook, number], layer)
+        found += judge_parts(shape, mlp(rows["mlp_in", layer]), rows["post_attn", layer], rows["post_block", layer], layer)
+        if layer + 1 < LAYERS:
+            found.append(judge_boundary(shape, rows["post_block", layer], rows["pre_attn", layer + 1], layer))
+    return verdict(shape.hooks, found, LAYERS, routed=False)[0]
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_an_mlp_without_mlp_out_is_proven_by_what_it_adds_to_the_stream(factor: float) -> None:
+    rows, _ = model({**SEQUENTIAL, "post_block": {"post_attn": 1.0, "mlp_out": factor}})
+    assert of_parts(rows) == {}
+    assert of_parts(shifted(rows, "mlp_in")).keys() == {"mlp_in"}
+    faint, _ = model({**SEQUENTIAL, "post_block": {"post_attn": 1.0, "mlp_out": 1e-4}})
+    assert of_parts(faint).keys() == {"mlp_in"}, "rounding hides it"
 
 
 def shifted(rows: Rows, hook: Hook) -> Rows:

@@ -26,14 +26,17 @@ from .laws import (
     Finding,
     Rows,
     Shape,
+    factor_of,
     judge_boundary,
     judge_edit,
     judge_layer,
     judge_module,
+    judge_parts,
     judge_same,
     rowwise,
+    sumwise,
 )
-from .sites import decoder, held_layers, without_sites
+from .sites import decoder, held_layers, language_model, without_sites
 
 if TYPE_CHECKING:
     from .architectures import Adapter
@@ -142,6 +145,7 @@ class Certifier:
         self._alone: tuple[int, int] | None = None  # the watched request and its last position, in a step of its own
         self._watched = -1  # request
         self._logits: dict[tuple[int, int], torch.Tensor] = {}  # (request, position) → what vLLM's sampler got
+        self._final: dict[tuple[int, int], torch.Tensor] = {}  # (request, position) → the final hidden state that it got them from
         plane.divert(self._kept)
         plan, compute_logits = plane.plan, self._model.compute_logits
 
@@ -153,8 +157,11 @@ class Certifier:
 
         def computed(*args: Any, **kwargs: Any) -> Any:
             logits = compute_logits(*args, **kwargs)
-            if logits is not None and self._alone is not None and len(logits) == 1:
-                self._logits[self._alone] = logits.detach().float().cpu()
+            state = next(iter((*args, *kwargs.values())))
+            if self._alone is not None and len(state) == 1:
+                self._final[self._alone] = state.detach().clone()  # on every rank, also on those that get no logits
+                if logits is not None:
+                    self._logits[self._alone] = logits.detach().float().cpu()
             return logits
 
         plane.plan = noted  # type: ignore[method-assign]
@@ -304,8 +311,10 @@ class Certifier:
     # -- the model's own modules ----------------------------------------------------------------------------------------------
 
     def _modules(self, plan: Plan) -> None:
-        source: Hook = "mlp_in" if "mlp_in" in self._shape.hooks else "post_attn"
-        if not {source, "mlp_out"} <= set(self._shape.hooks):
+        have = set(self._shape.hooks)
+        source: Hook = "mlp_in" if "mlp_in" in have else "post_attn"
+        parts = {"mlp_in", "post_attn", "post_block"} <= have and "mlp_out" not in have
+        if not parts and not {source, "mlp_out"} <= have:
             self._skipped["MLP"] = f"the model has no {source}, or no mlp_out"
             return
         edits = {layer: each for edit in plan.edits if edit.hook == "mlp_in" for layer, each in _places(edit)}
@@ -324,19 +333,30 @@ class Certifier:
             if not outputs:
                 self._skipped["MLP"] = "no module of the layer is its MLP"
                 continue
-            wanted, plain = self._kept.of(plan.base, plan.positions)("mlp_out", number), len(plan.positions)
-            of_base = [judge_module(self._shape, output[:plain], wanted, number, (source, "mlp_out")) for output in outputs]
-            best = min(range(len(outputs)), key=lambda place: of_base[place].figure)
-            self._findings.append(of_base[best])
+            base, plain = self._kept.of(plan.base, plan.positions), len(plan.positions)
+            of_base = [self._judge_mlp(base, output[:plain], number, source, parts=parts) for output in outputs]
+            best = min(range(len(outputs)), key=lambda place: of_base[place][0].figure)
+            self._findings += of_base[best]
             if count > plain:
                 request, position, _ = edits[number]
-                own = self._kept.of(request, [position])("mlp_out", number)
-                figure = rowwise(outputs[best][plain:], own, self._shape.tolerance("module"))
-                self._findings.append(Finding("edit at mlp_in: mlp_out has it", ("mlp_in", "mlp_out"), number, figure, "module", edit=True))
+                edited, shown = self._kept.of(request, [position]), outputs[best]
+                if parts:
+                    factor = factor_of(shown[:plain], base("post_block", number) - base("post_attn", number))
+                    terms = [edited("post_attn", number), factor * shown[plain:]]
+                    figure = sumwise(edited("post_block", number), terms, self._shape.tolerance("module"))
+                else:
+                    figure = rowwise(shown[plain:], edited("mlp_out", number), self._shape.tolerance("module"))
+                into = "post_block" if parts else "mlp_out"
+                self._findings.append(Finding(f"edit at mlp_in: {into} has it", ("mlp_in", into), number, figure, "module", edit=True))
+
+    def _judge_mlp(self, rows: Rows, output: torch.Tensor, number: int, source: Hook, *, parts: bool) -> list[Finding]:
+        if parts:
+            return judge_parts(self._shape, output, rows("post_attn", number), rows("post_block", number), number)
+        return [judge_module(self._shape, output, rows("mlp_out", number), number, (source, "mlp_out"))]
 
     def _shared(self, rows: Sequence[torch.Tensor], count: int) -> torch.Tensor:
         """`[count, hidden]` in the model's dtype on its device: those that the recording rank has, on all of its stage."""
-        device = next(self._model.parameters()).device
+        device = next(self._parent.parameters()).device
         if rows:
             held = torch.cat(list(rows)).to(self._dtype).to(device)
         else:
@@ -350,7 +370,7 @@ class Certifier:
         behind: list[Callable[[torch.Tensor], Any]] = [lambda output: output]
         behind += [child for name, child in children.items() if name.startswith("post") and "norm" in name]
         if "fc1" in children and "fc2" in children:
-            chains: list[list[nn.Module]] = [[child for name, child in children.items() if name in ("fc1", "activation_fn", "fc2")]]
+            chains: list[list[nn.Module]] = [[children[name] for name in ("fc1", "activation_fn", "fc2") if name in children]]
         else:
             chains = [[child] for name, child in children.items() if not _NOT_MLP.search(name)]
         made = []
@@ -370,13 +390,13 @@ class Certifier:
         if embed is None or "pre_attn" not in self._shape.hooks or 0 not in self._layers:
             self._skipped["embedding"] = "the model offers no embed_input_ids, or no pre_attn"
             return
-        ids = torch.tensor([plan.tokens[position] for position in plan.positions], device=next(self._model.parameters()).device)
-        embedded = embed(ids).float().cpu()
+        ids = torch.tensor([plan.tokens[position] for position in plan.positions], device=next(self._parent.parameters()).device)
+        embedded = embed(ids)
         if not self._records:
             return
         rows = self._kept.of(plan.base, plan.positions)("pre_attn", 0)
-        factor = float((rows * embedded).sum() / embedded.square().sum())
-        figure = rowwise(rows, factor * embedded, self._shape.tolerance("module"))
+        given = [_tensor(norm(embedded.clone())).float().cpu() for norm in [nn.Identity(), *self._norms()]]  # some normalise it
+        figure = min(rowwise(rows, factor_of(each, rows) * each, self._shape.tolerance("module")) for each in given)
         found = Finding("pre_attn[0] = embedding", ("pre_attn",), 0, figure, "module")
         others = [name for name, child in self._parent.named_children() if _between(name, child)]
         if found.ok or not others:
@@ -385,7 +405,7 @@ class Certifier:
             self._skipped["embedding"] = f"{', '.join(others)} lies between the embedding and the first layer"
 
     def _output(self, plan: Plan) -> None:
-        """The last `post_block`, through the model's own norm and output matrix, against the log-probabilities that vLLM returned."""
+        """The last `post_block`, through the model's norm, up to one factor, and output matrix, against what vLLM's sampler got."""
         if "post_block" not in self._shape.hooks:
             return
         last, positions = self._adapter.num_layers - 1, [position for position in plan.positions if position >= plan.first]
@@ -396,10 +416,14 @@ class Certifier:
             if plan.final:
                 rows.append(self._kept.of(plan.final.request, [plan.first])("post_block", last) + self._added(plan.final.scales[0]))
         held = self._shared(rows, len(places))
-        norms = [child for name, child in self._parent.named_children() if _NORM.search(name)]
         best = [math.inf] * len(places)
-        for norm in [*norms, nn.Identity()]:
-            logits = self._model.compute_logits(_tensor(norm(held.clone())))
+        for norm in [*self._norms(), nn.Identity()]:
+            state = _tensor(norm(held.clone()))
+            if all(place in self._final for place in places):
+                factor = factor_of(state.float(), torch.cat([self._final[place] for place in places]).float())
+                if abs(factor - 1) > self._shape.tolerance("module"):  # some models scale what the norm gives
+                    state = factor * state
+            logits = self._model.compute_logits(state)
             if logits is None or not self._records:
                 continue
             errors = [self._off(row, self._logits.get(place)) for row, place in zip(logits.float().cpu(), places, strict=True)]
@@ -415,6 +439,14 @@ class Certifier:
             self._findings.append(Finding(law, ("post_block",), last, max(seen.values()), "logits"))
         if plan.final and (plan.final.request, plan.first) in self._logits:
             self._findings.append(Finding(edit, ("post_block",), last, best[-1], "edit", edit=True))
+
+    def _norms(self) -> list[nn.Module]:
+        """Those beside the layers, and beside what holds them."""
+        root = language_model(self._model)
+        path = next(name for name, module in root.named_modules() if module is self._parent).split(".")
+        holders = [root.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
+        found = [child for holder in holders for name, child in holder.named_children() if _NORM.search(name)]
+        return [norm for norm in found if all(each.shape[-1] == self._adapter.hidden_size for each in norm.parameters())]
 
     def _off(self, row: torch.Tensor, own: torch.Tensor | None) -> float:
         """Largest error of these logits, over their tolerance; infinite where vLLM's own were not seen."""

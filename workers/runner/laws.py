@@ -84,10 +84,11 @@ def elementwise(total: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: f
     return _worst(error / (tolerance * size).clamp_min(torch.finfo(torch.float32).tiny))
 
 
-def sumwise(total: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: float) -> float:
-    """Largest norm of a row of total − Σ parts, over `tolerance` · the norms of all of them."""
+def sumwise(total: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: float, *, median: bool = False) -> float:
+    """Largest (or median) norm of a row of total − Σ parts, over `tolerance` · the norms of all of them."""
     size = total.norm(dim=-1) + sum(part.norm(dim=-1) for part in parts)
-    return _worst((total - sum(parts)).norm(dim=-1) / (tolerance * size).clamp_min(torch.finfo(torch.float32).tiny))
+    errors = (total - sum(parts)).norm(dim=-1) / (tolerance * size).clamp_min(torch.finfo(torch.float32).tiny)
+    return _worst(errors.median() if median and errors.numel() else errors)
 
 
 def rowwise(got: torch.Tensor, wanted: torch.Tensor, tolerance: float, *, median: bool = False) -> float:
@@ -153,6 +154,25 @@ def judge_module(shape: Shape, got: torch.Tensor, wanted: torch.Tensor, layer: i
     """What the layer's own MLP gives for the rows of its input against the rows of `mlp_out`."""
     figure = rowwise(got, wanted, shape.tolerance("module"), median=shape.routed)
     return Finding(f"MLP({hooks[0]}) = mlp_out", tuple(hooks), layer, figure, "module")
+
+
+def judge_parts(shape: Shape, got: torch.Tensor, entered: torch.Tensor, left: torch.Tensor, layer: int) -> list[Finding]:
+    """What the layer's own MLP gives for the rows of `mlp_in`, up to one factor, against what `post_block` has more than `post_attn`.
+
+    Where an MLP of several parts has no `mlp_out`, which would be their sum.
+    """
+    part, tolerance = factor_of(got, left - entered) * got, shape.tolerance("module")
+    law, hooks = "post_block = post_attn + MLP(mlp_in)", ("mlp_in", "post_attn", "post_block")
+    seen = visible(part, left, [entered], tolerance)
+    return [
+        Finding(law, hooks, layer, sumwise(left, [entered, part], tolerance, median=shape.routed), "module"),
+        Finding("MLP(mlp_in) is visible in post_block", ("mlp_in",), layer, seen, "seen"),
+    ]
+
+
+def factor_of(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """By which `got` is nearest to `wanted`."""
+    return float((wanted * got).sum() / got.square().sum().clamp_min(torch.finfo(torch.float32).tiny))
 
 
 # --- Laws of an edit ---------------------------------------------------------------------------------------------------------
