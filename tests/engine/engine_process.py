@@ -118,6 +118,23 @@ def route_in_one_group() -> None:
     cpu_router.CPURouter._compute_routing = computed
 
 
+def draw_weights() -> None:
+    """Have vLLM's loader of dummy weights draw them as `tiny` does: its own are so small that nothing of a branch shows in the stream."""
+    import torch
+    from tiny import INITIALIZER
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    def draw(self: Any, model: Any, config: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for name, each in (*model.named_parameters(), *((name, each) for name, each in model.named_buffers() if name.endswith("bias"))):
+            if each.is_floating_point():
+                norm = each.ndim == 1 and ("norm" in name or "ln_" in name)
+                size = 0.2 if norm else 0.1 if each.ndim == 1 else INITIALIZER
+                each.data.copy_(norm + size * torch.randn(each.shape, generator=generator))
+
+    DummyModelLoader.load_weights = draw
+
+
 async def serve(reply: Any) -> None:
     if os.environ.get("ROUTE_IN_ONE_GROUP"):
         route_in_one_group()
@@ -127,6 +144,8 @@ async def serve(reply: Any) -> None:
         overlap_steps()
     if folder := os.environ.get("KEEP_AUX"):
         keep_aux(folder)
+    if os.environ.get("DRAW_WEIGHTS"):
+        draw_weights()
     engine = VllmEngine(load_settings())
     await engine.start()
     engine.certify_with = functools.partial(certify_with, engine)  # type: ignore[attr-defined]

@@ -84,14 +84,14 @@ def write(path: Path, kind: Any, config: Any, architecture: str, seed: int, tame
         for name, buffer in model.named_buffers():
             if name.endswith("bias") and buffer.is_floating_point():  # of a router
                 buffer.copy_(0.1 * torch.randn_like(buffer))
-    _save_tokenizer(path)
+    save_tokenizer(path)
     model.save_pretrained(path)
     written = json.loads((path / "config.json").read_text()) | {"architectures": [architecture]}
     (path / "config.json").write_text(json.dumps(written, indent=1))
     return path
 
 
-def _save_tokenizer(path: Path) -> None:
+def save_tokenizer(path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{i}": i for i in range(VOCABULARY)}

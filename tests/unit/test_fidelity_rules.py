@@ -215,6 +215,7 @@ OTHERS = [
     ("Lfm2ForCausalLM", transformers.Lfm2Config(), "is not served on a CPU: vLLM's CPU kernel"),
     ("Mamba2ForCausalLM", transformers.Mamba2Config(n_groups=8), r"n_groups=8 is not served: .*; served: 1"),
     ("DeepseekV3ForCausalLM", transformers.DeepseekV3Config(), "the rope_type 'default' is not served on a CPU"),
+    ("PhiMoEForCausalLM", transformers.PhimoeConfig(lm_head_bias=True), "leaves out the bias of the output matrix"),
     ("Cohere2ForCausalLM", transformers.Cohere2Config(sliding_window=4096), "set max_model_len to 4096 or less"),
 ]
 

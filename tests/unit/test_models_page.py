@@ -44,6 +44,20 @@ def test_nothing_that_differs_is_served() -> None:
     assert [result.name for result in FOUND.values() if result.outcome == "differs"] == []
 
 
+def test_every_served_class_is_certified() -> None:
+    served = [result for result in FOUND.values() if result.outcome in ("served", "laws")]
+    assert [result.name for result in served if not result.laws] == []
+
+
+def test_what_transformers_does_not_have_is_tried_and_served_with_a_caveat() -> None:
+    alone = {name: result.outcome for name, result in FOUND.items() if not configs.has_class(name)}
+    assert {name for name, result in FOUND.items() if result.alone} == alone.keys()
+    assert set(alone.values()) == {"laws", "refused"}
+    for name in (name for name, outcome in alone.items() if outcome == "laws"):
+        assert NOT_COMPARED in FOUND[name].caveats
+        assert NOT_COMPARED in describe(name, LlamaConfig()).caveats
+
+
 def test_a_result_is_one_line_that_a_newer_one_replaces(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results.jsonl")
     first = results.Result("LlamaForCausalLM", "refused", why="no reason")

@@ -171,7 +171,7 @@ ENCODER: Mapping[str, Any] = {
 }
 
 
-def _rope(sections: list[int], share: float = 1.0, **more: Any) -> dict[str, Any]:
+def rope(sections: list[int], share: float = 1.0, **more: Any) -> dict[str, Any]:
     """Rotary positions of three kinds, as of images: how many of the rotated pairs each has."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections} | more
     return {"rope_parameters": rope | ({"partial_rotary_factor": share} if share != 1 else {})}
@@ -180,7 +180,7 @@ def _rope(sections: list[int], share: float = 1.0, **more: Any) -> dict[str, Any
 #: vLLM's CPU experts take the router's weight on their input for one expert only; positions say which layers attend in chunks.
 _LLAMA4: dict[str, Any] = {"num_experts_per_tok": 1, "layer_types": ["chunked_attention"] * 3 + ["full_attention"]}
 #: As released models with latent attention have it. Plain rotary positions are wrong in vLLM's CPU kernel: see `fidelity`.
-_YARN: dict[str, Any] = {
+YARN: dict[str, Any] = {
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024, "beta_fast": 32.0,
         "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7,
@@ -191,9 +191,9 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     # vLLM reads fields of the released configs that transformers' class does not have.
     "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "Glm4MoeForCausalLM": {"head_dim": 32},
-    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1, **_YARN},
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1, **YARN},
     "HYV3ForCausalLM": {"first_k_dense_replace": 1, "route_norm": True, "expert_hidden_dim": 96, "qk_norm": True},
-    "PhiMoEForCausalLM": {"attention_bias": True, "lm_head_bias": True},
+    "PhiMoEForCausalLM": {"attention_bias": True},
     "Lfm2ForCausalLM": {"block_dim": HIDDEN, "conv_dim": HIDDEN, "layer_types": ["conv", "full_attention"] * 2},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
@@ -215,23 +215,27 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "Cohere2VisionForConditionalGeneration": {"sliding_window": 4096},
     # vLLM computes it without latent attention, so that any rank does.
     "MiniCPM3ForCausalLM": {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "qk_head_dim": 64, "head_dim": 32},
-    "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1, **_YARN},
-    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", **_YARN},
-    "AXK1ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", **_YARN},
-    "Glm4vForConditionalGeneration": {**_rope([2, 3, 3], 0.5), "attention_bias": True},
-    "Glm4vMoeForConditionalGeneration": {**_rope([2, 1, 1], 0.25), "head_dim": 32, "attention_bias": True, "use_qk_norm": False},
+    "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1, **YARN},
+    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", **YARN},
+    "AXK1ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", **YARN},
+    "Glm4vForConditionalGeneration": {**rope([2, 3, 3], 0.5), "attention_bias": True},
+    "Glm4vMoeForConditionalGeneration": {**rope([2, 1, 1], 0.25), "head_dim": 32, "attention_bias": True, "use_qk_norm": False},
     "Qwen3VLMoeForConditionalGeneration": {"norm_topk_prob": True},
-    "GlmOcrForConditionalGeneration": _rope([4, 6, 6]),
-    "PaddleOCRVLForConditionalGeneration": _rope([4, 6, 6]),
-    "Qwen2VLForConditionalGeneration": _rope([4, 6, 6]),
-    "Qwen2_5_VLForConditionalGeneration": _rope([4, 6, 6]),
-    "Qwen3VLForConditionalGeneration": _rope([4, 6, 6], mrope_interleaved=True),
+    "GlmOcrForConditionalGeneration": rope([4, 6, 6]),
+    "PaddleOCRVLForConditionalGeneration": rope([4, 6, 6]),
+    "Qwen2VLForConditionalGeneration": rope([4, 6, 6]),
+    "Qwen2_5_VLForConditionalGeneration": rope([4, 6, 6]),
+    "Qwen3VLForConditionalGeneration": rope([4, 6, 6], mrope_interleaved=True),
     "Step3p7ForConditionalGeneration": {"sliding_window": WINDOW},
     "HeliumForCausalLM": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
     "CodeGenForCausalLM": {"n_head": 4, "n_embd": 128, "rotary_dim": 16},
 }
 #: Class of vLLM's registry → class of transformers, where they are named differently.
-NAMED: Mapping[str, str] = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
+NAMED: Mapping[str, str] = {
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+}
 
 
 def model_class(architecture: str) -> Any:
@@ -242,14 +246,22 @@ def model_class(architecture: str) -> Any:
     return found
 
 
+def has_class(architecture: str) -> bool:
+    """Whether transformers has one."""
+    try:
+        return bool(model_class(architecture))
+    except LookupError:
+        return False
+
+
 def tiny_config(architecture: str, **more: Any) -> PretrainedConfig:
     """transformers' config of that class, tiny. `more`: fields of its text config."""
     kind = model_class(architecture).config_class
-    config = kind(**_shrunk(kind(), {**OWN.get(architecture, {}), **more}, True), architectures=[architecture])
+    config = kind(**shrunk(kind(), {**OWN.get(architecture, {}), **more}, True), architectures=[architecture])
     return config
 
 
-def _shrunk(config: PretrainedConfig, own: Mapping[str, Any], text: bool) -> dict[str, Any]:
+def shrunk(config: PretrainedConfig, own: Mapping[str, Any], text: bool) -> dict[str, Any]:
     """The arguments of the config class."""
     given: dict[str, Any] = {}
     text_config = config.get_text_config() if text else None
@@ -260,7 +272,7 @@ def _shrunk(config: PretrainedConfig, own: Mapping[str, Any], text: bool) -> dic
         if name.startswith("_"):
             continue
         holds = text and (value is text_config or value.get_text_config() is text_config)
-        given[name] = {**_shrunk(value, own if holds else {}, holds), **({"model_type": value.model_type} if value.model_type else {})}
+        given[name] = {**shrunk(value, own if holds else {}, holds), **({"model_type": value.model_type} if value.model_type else {})}
     if text_config is not config and text:
         return given | _token_ids(config)
     if not text:

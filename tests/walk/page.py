@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from own_configs import config_class
 from results import Result, in_our_words
 
 from midstream.workers.runner.fidelity import NOT_COMPARED
@@ -14,8 +15,9 @@ PAGE = ROOT / "docs" / "models.md"
 COMPARED = ROOT / "workers" / "runner" / "compared.py"
 BEGIN, END = "<!-- written by `make walk` -->", "<!-- end of the part written by `make walk` -->"
 BACKEND = "Transformers backend"
-NO_CLASS = "LookupError"
-HEAD = ("| class | served by | hooks | worst figure | notes |", "|---|---|---|---|---|")
+LOADED = "load_format"  # in the caveat of how the walk loads what has no checkpoint
+HEAD = ("| class | served by | hooks | worst figure | laws | notes |", "|---|---|---|---|---|---|")
+REASONS = ("| class | file | reason |", "|---|---|---|")
 
 
 def write(results: Mapping[str, Result]) -> None:
@@ -57,35 +59,40 @@ def _lines(results: Mapping[str, Result]) -> Iterable[str]:
     yield from ("", "## Served, equal to transformers", "", *HEAD)
     yield from map(_served, of["served"])
     yield from ("", "## Served, proven by their laws alone", "")
-    yield from (*HEAD, *map(_served, of["laws"])) if of["laws"] else ("None: every class that is served has a reference.",)
-    yield from ("", "## Refused", "", "| class | file | reason |", "|---|---|---|")
-    for result in sorted(of["differs"] + of["refused"], key=lambda each: each.name):
-        yield f"| `{result.name}` | {result.served_by} | {_cell(result.why)} |"
-    without = [result.name for result in of["not made"] if NO_CLASS in result.why]
-    yield from ("", "## Without a checkpoint", "")
     yield (
-        f"transformers has no class for these {len(without)}, and nothing to compare with: "
-        + ", ".join(f"`{name}`" for name in without)
-        + "."
+        f"transformers has no class for {len(of['laws']) + sum(result.alone for result in of['refused'])} names of the registry, and so "
+        f"nothing to compare with. {len(of['laws'])} of them are served: {len(distinct(of['laws']))} distinct classes."
     )
-    yield from ("", "Of these, transformers makes no tiny checkpoint:", "", "| class | file | reason |", "|---|---|---|")
-    for result in of["not made"]:
-        if NO_CLASS not in result.why:
-            yield f"| `{result.name}` | {result.served_by} | {_cell(result.why, known=False)} |"
+    yield from ("", *HEAD, *map(_served, of["laws"]))
+    yield from ("", "The others of these names are refused:", "", *REASONS)
+    yield from (_refused(result) for result in of["refused"] if result.alone)
+    yield from ("", "## Refused", "", *REASONS)
+    refused = [result for result in of["differs"] + of["refused"] if not result.alone]
+    yield from map(_refused, sorted(refused, key=lambda each: each.name))
+    yield from ("", "## Without a checkpoint", "")
+    yield from ("Of these, transformers makes no tiny checkpoint:", "", *REASONS)
+    yield from (_refused(result, known=False) for result in of["not made"])
+
+
+def _refused(result: Result, known: bool = True) -> str:
+    return f"| `{result.name}` | {result.served_by} | {_cell(result.why, known)} |"
 
 
 def _served(result: Result) -> str:
     hooks = "all" if not result.absent else ", ".join(f"`{hook}`" for hook in result.hooks)
     notes = [
         *(f"no `{hook}`: {why}" for hook, why in result.absent.items()),
-        *(each for each in result.caveats if each != NOT_COMPARED),
+        *(each for each in result.caveats if each != NOT_COMPARED and LOADED not in each),
         *([result.note] if result.note else []),
+        *([f"config: {config_class(result.name)}"] if result.alone else []),
     ]
     figure = "" if result.figure is None else f"{result.figure:.1e}" if result.dtype == "float32" else f"{result.figure:.2f} (bf16)"
-    return f"| `{result.name}` | {result.served_by} | {hooks} | {figure} | {_cell('; '.join(notes))} |"
+    return f"| `{result.name}` | {result.served_by} | {hooks} | {figure} | {result.laws or ''} | {_cell('; '.join(notes))} |"
 
 
-def _cell(text: str, known: bool = True) -> str:
+def _cell(text: str, known: bool = True, alone: bool = False) -> str:
     """The reason in our words, or without the names of Python's exceptions."""
-    shown = (known and in_our_words(text)) or re.sub(r"^([\w.]*(Error|Exception): |the engine did not start: |model: (\w+: )?)+", "", text)
+    shown = (known and in_our_words(text, alone)) or re.sub(
+        r"^([\w.]*(Error|Exception|Uncertified): |the engine did not start: |model: (\w+: )?)+", "", text
+    )
     return shown.replace("|", "\\|").replace("\n", " ")

