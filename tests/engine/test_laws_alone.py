@@ -47,7 +47,6 @@ def test_a_wrong_hook_is_absent(start: Callable[..., Host]) -> None:
     assert start(DRAWN, fault="shift_attn_out").info["certificate"]["absent"].keys() == {"attn_out"}
 
 
-def test_weights_in_which_no_branch_shows_prove_nothing(start: Callable[..., Host]) -> None:
-    """vLLM's own dummy weights are so small: the walk draws others."""
-    with pytest.raises(AssertionError, match="could not be proven"):
-        start()
+def test_a_branch_that_its_weights_hide_is_not_proven(start: Callable[..., Host]) -> None:
+    """vLLM's own dummy weights are so small that the MLP shows nowhere: the walk draws others."""
+    assert not {"mlp_in", "mlp_out"} & set(start().info["certificate"]["proven"])
