@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tiny
 
@@ -40,6 +41,6 @@ CHANGED: Mapping[str, dict[str, str]] = {"minimax-m2": {"ROUTE_IN_ONE_GROUP": "1
 BF16_ONLY = frozenset({"qwen3-next", "qwen3.5"})
 
 
-def checkpoint(name: str, path: Path) -> Path:
-    """Write the named checkpoint, of a family or of `tiny`, to `path`, unless it is there."""
-    return configs.checkpoint(FAMILIES[name], path) if name in FAMILIES else tiny.checkpoint(name, path)
+def checkpoint(name: str, path: Path, **more: Any) -> Path:
+    """Write the named checkpoint, of a family or of `tiny`, to `path`, unless it is there. `more`: fields of a family's text config."""
+    return configs.checkpoint(FAMILIES[name], path, **more) if name in FAMILIES else tiny.checkpoint(name, path)

@@ -20,6 +20,9 @@ CASES = [
 ]
 #: Of layers that keep a state; in steps of 32 tokens their prompts of 40 take two.
 RECURRENT = [("falcon-h1", FP32), ("nemotron-h", FP32), ("granite4", FP32), ("qwen3-next", BF16)]
+#: Latent attention of sizes that vLLM's kernel for it does not take on a CPU: its plain attention takes any.
+LATENT = ("deepseek-v2", "deepseek-v3")
+SMALL_LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_head_dim": 64, "head_dim": 32}
 
 
 #: A layer in the middle, and the positions there that get the rows of other positions of the source.
@@ -51,10 +54,10 @@ def patched(host: Host, hooks: tuple[str, ...], draw: int) -> dict[str, Outcome]
 RUNS = {"edited": capture, "patched": patched}
 
 
-def exceeded(name: str, way: Way, folder: Path, nursery, **settings: object) -> dict[str, str]:
+def exceeded(name: str, way: Way, folder: Path, nursery, env: dict[str, str] | None = None, **settings: object) -> dict[str, str]:
     """Hook → figure beyond its tolerance, of the checkpoint on an engine with these settings: edited, and patched."""
     path = checkpoint(name, folder / "checkpoint")
-    host = nursery.host(folder / "engine", path, CHANGED.get(name), **(options_of(way) | {"block_size": 32} | settings))
+    host = nursery.host(folder / "engine", path, env or CHANGED.get(name), **(options_of(way) | {"block_size": 32} | settings))
     try:
         truth = Truth(path, way.dtype)
         assert set(host.info["hooks"]) <= set(truth.hooks)
@@ -83,3 +86,19 @@ def test_every_hook_of_a_family_gives_transformers_rows_and_tokens(name: str, wa
 def test_rows_of_recurrent_layers_are_right_across_chunks_of_a_prefill(name: str, way: Way, nurseries, tmp_path: Path) -> None:
     """Seven prompts of 40 tokens: a step holds parts of two of them."""
     assert exceeded(name, way, tmp_path, nurseries("v1"), max_num_batched_tokens=32) == {}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("way", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_attention_computed_as_plain_attention_gives_transformers_rows(name: str, way: Way, nurseries, tmp_path: Path) -> None:
+    checkpoint(name, tmp_path / "checkpoint", **SMALL_LATENT)
+    assert exceeded(name, way, tmp_path, nurseries("v1"), {"VLLM_MLA_DISABLE": "1"}) == {}
+
+
+@pytest.mark.matrix
+def test_vllms_latent_attention_does_not_take_these_sizes_on_a_cpu(nurseries, tmp_path: Path) -> None:
+    """So the test above runs without it."""
+    checkpoint(LATENT[0], tmp_path / "checkpoint", **SMALL_LATENT)
+    with pytest.raises(AssertionError):
+        exceeded(LATENT[0], FP32, tmp_path, nurseries("v1"))

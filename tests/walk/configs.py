@@ -329,7 +329,7 @@ def _mixed(types: list[str], name: str) -> list[str]:
     return [kinds[place % len(kinds)] for place in range(LAYERS)]
 
 
-def checkpoint(architecture: str, path: Path) -> Path:
-    """Write a tiny checkpoint of that class to `path`, unless it is there; returns `path`."""
+def checkpoint(architecture: str, path: Path, **more: Any) -> Path:
+    """Write a tiny checkpoint of that class to `path`, unless it is there; returns `path`. `more`: fields of its text config."""
     seed = zlib.crc32(architecture.encode())
-    return write(path, model_class(architecture), tiny_config(architecture), architecture, seed, TAMED.get(architecture, {}))
+    return write(path, model_class(architecture), tiny_config(architecture, **more), architecture, seed, TAMED.get(architecture, {}))
