@@ -1,6 +1,6 @@
-"""Certifies one loaded engine with many adapters, right and wrong: its hook sites are taken off and installed anew for each.
+"""Certifies one loaded engine with many adapters, right and wrong: its hook sites are taken off and installed again for each.
 
-In the engine's process, whose one rank lives in it: see `nursery`. An engine that starts anew for each takes five times as long.
+In the engine's process, whose one rank lives in it: see `nursery`. A new engine for each takes five times as long.
 """
 
 import unittest.mock

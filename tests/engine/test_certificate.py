@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(nursery: Nursery, folder: Path) -> Iterator[Callable[..., Host]]:
-    """Start an engine that certifies a checkpoint, with a fault, unless told otherwise. Each ends with its test."""
+    """Start an engine that certifies a checkpoint, unless the settings say otherwise, with a fault. Each ends with its test."""
     started: list[Host] = []
 
     def begin(name: str, fault: str = "", env: dict[str, str] | None = None, **settings: Any) -> Host:

@@ -96,7 +96,7 @@ AROUND: Mapping[str, Mapping[str, Any]] = {
     "UltravoxModel": {"vocab_size": VOCABULARY, "hidden_size": HIDDEN},
     "UnlimitedOCRForCausalLM": _TILED,
 }
-#: Config class → a nested config that it is told by another name than it has.
+#: Config class → a nested config that its constructor takes by another name than it has.
 RENAMED: Mapping[str, tuple[str, str]] = {
     "DeepseekVLV2Config": ("text_config", "language_config"),
     "UnlimitedOCRConfig": ("text_config", "language_config"),
@@ -274,8 +274,8 @@ def own_config(architecture: str) -> PretrainedConfig:
     if "config" in given:  # it has all of them
         given = {"config": given["config"]}
     if name in RENAMED:
-        has, told = RENAMED[name]
-        given[told] = given.pop(has)
+        has, taken = RENAMED[name]
+        given[taken] = given.pop(has)
     config = kind(**given, architectures=[architecture])
     text = config.get_text_config()
     if isinstance(text, PretrainedConfig) and text is not config and not text.architectures:
@@ -290,9 +290,9 @@ def folder_of(architecture: str, path: Path) -> Path:
     words = (path / "tokenizer.json").read_text().replace(f'"w{VOCABULARY - 1}"', '"<image>"')  # some files ask for it
     (path / "tokenizer.json").write_text(words)
     config.save_pretrained(path)
-    has, told = RENAMED.get(type(config).__name__, ("", ""))
+    has, taken = RENAMED.get(type(config).__name__, ("", ""))
     if has:
         saved = json.loads((path / "config.json").read_text())
-        saved[told] = saved.pop(has)
+        saved[taken] = saved.pop(has)
         (path / "config.json").write_text(json.dumps(saved))
     return path
