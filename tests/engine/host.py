@@ -171,7 +171,7 @@ class Host:
         )
         return key
 
-    def receipts(self, job: Job, timeout: float = 60.0) -> list[Receipt]:
+    def receipts(self, job: Job, timeout: float = 180.0) -> list[Receipt]:
         """The job's receipts of all ranks, when all are there; sorted by request and rank."""
         world = self.settings.tensor_parallel_size * self.settings.pipeline_parallel_size
         deadline = time.monotonic() + timeout

@@ -208,7 +208,7 @@ class Machines:
 
         wait_until(ready, timeout)
 
-    def end(self, name: str, timeout: float = 60.0) -> int:
+    def end(self, name: str, timeout: float = 180.0) -> int:
         """SIGTERM; returns the exit code."""
         process = self.processes[name]
         if process.poll() is None:

@@ -39,8 +39,8 @@ MODULES = {
     "worker": "midstream.workers",
     "api": "midstream.api",
 }
-#: These two only end what hangs: a machine with other things to do takes its time over a start.
-START_TIMEOUT_S, STOP_TIMEOUT_S = 120.0, 60.0
+#: These only end what hangs: a machine with other things to do takes its time over a start.
+START_TIMEOUT_S, STOP_TIMEOUT_S, WAIT_TIMEOUT_S = 120.0, 180.0, 180.0
 POLL_S = 0.02
 
 
@@ -277,7 +277,7 @@ class Stack:
     def result(self, job_id: str) -> JobResult:
         return self.do(lambda ledger: ledger.result(job_id))
 
-    def wait(self, job_id: str, timeout: float = 60.0, until: Callable[[JobView], bool] | None = None) -> JobView:
+    def wait(self, job_id: str, timeout: float = WAIT_TIMEOUT_S, until: Callable[[JobView], bool] | None = None) -> JobView:
         """The job's view once it is over, or once `until(view)` holds."""
         deadline = time.monotonic() + timeout
         while True:
