@@ -220,11 +220,9 @@ def _wait_until_loaded(server: RedisServer, say: Say, waiting: Callable[[], None
                 raise MidstreamError("unavailable", f"redis-server exited with {server.process.returncode}: {_log_tail(server.directory)}")
             state: dict[str, Any] = {}
             with suppress(redis.ConnectionError, redis.TimeoutError):  # not listening yet
-                try:
-                    client.ping()
+                state = client.info("persistence")  # not PING: a server that cannot write to its disk answers that with an error
+                if not state["loading"]:
                     break
-                except redis.BusyLoadingError:
-                    state = client.info("persistence")
             progress.seen(state.get("loading_loaded_bytes"))
             if state.get("loading") and time.monotonic() > say_at:
                 say_at = time.monotonic() + PROGRESS_S

@@ -199,3 +199,17 @@ def test_a_redis_start_without_progress_is_abandoned(tmp_path: Path, monkeypatch
     monkeypatch.setattr(redis_server, "STALLED_S", 0.5)
     with pytest.raises(MidstreamError, match="no progress"):
         redis_server.start(tmp_path / "data")
+
+
+def test_a_redis_that_cannot_write_to_its_disk_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers PING with an error then, as a write; whoever started it would end, and with it the stack."""
+
+    def refused(_: redis.Redis) -> None:
+        raise redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device")
+
+    monkeypatch.setattr(redis.Redis, "ping", refused)
+    server = redis_server.start(tmp_path / "redis")
+    try:
+        assert server.process.poll() is None
+    finally:
+        server.stop()
