@@ -55,6 +55,7 @@ OPENS: dict[str, str] = {
     "workers/engine/identity.py": "the lock of a worker id",
     "workers/engine/images.py": "a request's images, in memory",
     "workers/engine/vllm_options.py": "vLLM's logging options",
+    "workers/runner/config.py": "the code of the sites",
     "workers/runner/host_memory.py": "memory without a file",
     "workers/runner/loras.py": "copies of LoRA adapters",
     "workers/runner/process.py": "/proc",

@@ -1,11 +1,14 @@
 """Configuration of a rank at boot.
 
-What compiled graphs depend on (version and buffer layout) goes through vLLM's `additional_config`, which is part of
+What compiled graphs depend on (version, buffer layout, traced code) goes through vLLM's `additional_config`, which is part of
 the compile cache's key. The rest changes with every boot and goes through one environment variable, which is not.
 """
 
 import os
+import zlib
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ...kernels.plan import COLUMNS, ROWS_PER_TOKEN, Planned
@@ -79,11 +82,21 @@ class PlaneConfig(Record):
         """For `additional_config`: what a compiled graph depends on."""
         kernels = (tuple(family.name for family in FAMILIES), SCALARS, COLUMNS, ROWS_PER_TOKEN, Planned._fields)
         shapes = (self.hooks, self.steering_rows, self.steering_entries, self.step_tokens, self.step_rows, kernels)
-        return {KEY: {"version": self.version, "buffers": str(shapes)}}
+        return {KEY: {"version": self.version, "buffers": str(shapes), "code": traced_code()}}
 
     def export(self) -> None:
         """Hand the config to the engine processes started after this."""
         os.environ[VARIABLE] = to_json(self).decode()
+
+
+@cache
+def traced_code() -> str:
+    """CRC32, 8 hex digits, of the modules whose calls are in compiled graphs: graphs that were compiled from other code are not used."""
+    here = Path(__file__).parent
+    checksum = 0
+    for file in (*sorted((here.parents[1] / "kernels").glob("*.py")), here / "sites.py"):
+        checksum = zlib.crc32(file.name.encode() + file.read_bytes(), checksum)
+    return f"{checksum:08x}"
 
 
 def plane_config() -> PlaneConfig:

@@ -1,0 +1,19 @@
+"""What compiled graphs depend on is in the compile cache's key, the code of the sites included."""
+
+from pathlib import Path
+
+import pytest
+
+from midstream.workers.runner.config import traced_code
+
+
+@pytest.mark.parametrize("changed", ["ops.py", "plan.py", "sites.py"])
+def test_another_code_of_the_sites_is_another_key(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Path.read_bytes
+    before = traced_code.__wrapped__()
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"#" * (self.name == changed))
+    assert traced_code.__wrapped__() != before
+
+
+def test_the_same_code_is_the_same_key() -> None:
+    assert traced_code.__wrapped__() == traced_code()
