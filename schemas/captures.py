@@ -4,6 +4,7 @@ from pathlib import PurePosixPath
 
 import msgspec
 
+from .attention import AttentionKind
 from .base import Record
 from .images import ImageSpan
 from .loras import LoraUse
@@ -65,6 +66,7 @@ class Manifest(msgspec.Struct):
     images: list[ImageSpan] = []  # of the prompt: positions `[start, stop)` of each, in order
     non_finite: int = 0  # rows of this blob with values that are not finite: the model gave them, or `dtype` does not hold them
     lora: LoraUse | None = None  # adapter that the rows were computed with
+    attention: list[AttentionKind] = []  # of the layers of which `sites` has queries or keys
 
 
 class BlobEntry(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 import hashlib
 
+from .attention import AttentionKind
 from .base import Published, Record, to_msgpack
 from .certificates import Certificate
 from .loras import LoraSupport
@@ -42,6 +43,7 @@ class ModelInfo(Published):
     quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
     lora: LoraSupport | None = None  # None: no adapters are served
     certificate: Certificate | None = None  # of the engine's start; None: it was not certified
+    attention: list[AttentionKind] = []  # of each layer that attends; empty: not reported
     wire: int = 0  # of the worker, see `schemas.compatibility`
     oldest_wire: int = 0
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from .attention import AttentionKind
 from .base import Record
 from .certificates import Certificate
 from .chat import Conversation
@@ -256,6 +257,7 @@ class ModelCard(Record):
     lora: LoraSupport | None = None  # what an adapter may change; null: none are served
     absent: dict[str, str] = {}  # hook point that is not served → why
     certificate: Certificate | None = None  # only of `GET /v1/models/{name}`; null there: the model was not certified
+    attention: list[AttentionKind] = []  # only of `GET /v1/models/{name}`: how its layers turn queries and keys into patterns
 
 
 class ModelList(Record):

@@ -53,7 +53,7 @@ async def get_model(name: ModelName, request: JsonRequest) -> ModelCard:
     context = context_of(request)
     info = await context.the_model(name)
     workers = sum(worker.model == info.name for worker in await context.ledger.workers())
-    return msgspec.structs.replace(_card(info, workers), certificate=info.certificate)
+    return msgspec.structs.replace(_card(info, workers), certificate=info.certificate, attention=info.attention)
 
 
 def _card(info: ModelInfo, workers: int) -> ModelCard:

@@ -10,9 +10,10 @@ import numpy as np
 from ...schemas.captures import Manifest, index_of
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.images import ImageSpan
-from ...schemas.selectors import ALIASES, HOOKS, as_ranges
+from ...schemas.selectors import ALIASES, HOOKS, LayerSelector, as_ranges
 from ...storage.store import ArtifactStore, open_store
 from ..notebook import rendered
+from .attention import kind_at, pattern
 from .blobs import Blob, Place, at, expand, find, open_blobs
 
 Source = Path | str | ArtifactStore | Iterable[Path | str | Place]
@@ -270,6 +271,28 @@ class CaptureReader:
     def stack(self, layers: Sequence[int] | None = None, hook: str | None = None, request: int = 0) -> np.ndarray:
         """`[layers, positions, hidden]` float32; by default of every captured layer."""
         return np.stack([self.array(layer, hook, request) for layer in (self.layers(request, hook) if layers is None else layers)])
+
+    def attention(
+        self, layer: int, head: LayerSelector | None = None, request: int = 0, *, queries: Sequence[int] | None = None
+    ) -> np.ndarray:
+        """float32 `[heads, query, key]`: what each token attends to, from the captured `q` and `k` of `layer`.
+
+        Both axes are `positions(request)`; keys that a query does not see are 0, and a row sums to 1, less what a sink of the
+        model takes. `head`: a number, a list or `"0-3"`; by default all of the layer. `queries`: only those of some absolute positions;
+        negative ones count from the prompt's end. As transformers' eager attention, see `docs/attention.md`.
+
+        Raises MidstreamError: `not_found` if `q` or `k` was not captured at the layer, or not the keys that a query sees, or if the
+        model's attention there has no pattern that is known; `invalid_request` for a head that there is not, or too large an answer.
+        """
+        blob, site, _ = self._tensor(layer, "q", request)
+        manifest, layer = blob.header.manifest, int(site.rpartition(".")[2])
+        kind = kind_at(manifest.attention, layer)
+        if kind.text_only and manifest.images:
+            detail = f"in layer {layer} tokens of an image see each other in both directions: a prompt with images has no causal pattern"
+            raise MidstreamError("not_found", detail, field="request")
+        rows = None if queries is None else [place if place >= 0 else manifest.prompt_tokens + place for place in queries]
+        positions = self.positions(request)
+        return pattern(self.array(layer, "q", request), self.array(layer, "k", request), kind, positions, heads=head, rows=rows)
 
     def row(self, layer: int, position: int, hook: str | None = None, request: int = 0) -> np.ndarray:
         """`[hidden]` float32 at an absolute token position."""

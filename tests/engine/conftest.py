@@ -23,8 +23,8 @@ ENGINES = {"v1", "cached", "v2", "compiled"}
 SHARING = tuple(
     f"test_{name}.py"
     for name in (
-        "block_keys", "capture_rows", "global_order", "graded_tokens", "interventions", "lora", "modes", "executed", "patching",
-        "patching_cells", "prefix_cache", "non_finite", "rank_calls", "reentry", "steering_rows", "token_ranges",
+        "attention", "block_keys", "capture_rows", "global_order", "graded_tokens", "interventions", "lora", "modes", "executed",
+        "patching", "patching_cells", "prefix_cache", "non_finite", "rank_calls", "reentry", "steering_rows", "token_ranges",
     )
 )  # fmt: skip
 

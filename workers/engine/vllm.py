@@ -19,6 +19,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from ...schemas.attention import grouped
 from ...schemas.engine_errors import in_our_settings
 from ...schemas.errors import MidstreamError
 from ...schemas.global_capture import from_settings
@@ -180,6 +181,7 @@ class VllmEngine(RankControl):
             global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks, plane.step_rows * len(self._stages)),
             grades=True,
             absent=absent,
+            attention=grouped(kind for each in found for kind in each.attention),
             multimodal=config.is_multimodal_model,
             caveats=plane.caveats,
             quantization=quantisation.name,

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from ...schemas.attention import AttentionKind
 from ...schemas.specs import RankSpec, StoredCapture
 from ...storage.blobs import Blob
 from .finished import FinishedCapture
@@ -233,6 +234,7 @@ class Recording:
         stages: int,
         num_layers: int = 0,
         caveats: Sequence[str] = (),
+        attention: Sequence[AttentionKind] = (),
     ) -> FinishedCapture:
         """What is to be stored of a request that ended with `token_ids` (prompt and generated; the last was never fed back).
 
@@ -266,6 +268,7 @@ class Recording:
             dropped=tuple(sorted((self.dropped & expected).difference(positions))),
             num_layers=num_layers,
             caveats=tuple(caveats),
+            attention=tuple(attention),
             whole=rows.blob,
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...kernels.plan import COLUMNS, ROWS_PER_TOKEN, Planned
+from ...schemas.attention import AttentionKind
 from ...schemas.base import Record, from_json, to_json
 from ...schemas.interventions import FAMILIES, SCALARS
 from ...schemas.version import __version__
@@ -43,6 +44,7 @@ class Found(Record):
     absent: dict[str, str] = {}  # hook → why there is none
     refused: str = ""  # why the model cannot be served
     enters: bool = False  # forwards may begin above the first layer
+    attention: list[AttentionKind] = []  # of the layers that its stage holds
 
 
 class PlaneConfig(Record):

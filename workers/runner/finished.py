@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ...schemas.attention import ATTENDING, AttentionKind, of_layers
 from ...schemas.captures import FORMAT, Manifest
 from ...schemas.dtypes import ITEM_BYTES
 from ...schemas.receipts import CapturedFile
@@ -32,6 +33,7 @@ class FinishedCapture:
     dropped: tuple[int, ...] = ()  # positions dropped under overload, not in `positions`
     num_layers: int = 0  # of the whole model; 0: not known
     caveats: tuple[str, ...] = ()  # of the model: see `Manifest`
+    attention: tuple[AttentionKind, ...] = ()  # of the stage's layers
     non_finite: dict[tuple[str, int], int] = field(default_factory=dict)  # (hook, layer) → rows that are not finite as stored
     unsound: tuple[str, int, int] | None = None  # (hook, layer, position) of the first row that the model computed so
     whole: "Callable[[FinishedCapture], Blob | None]" = lambda _: None  # its blob, where the rows are in a file that the store can take
@@ -76,6 +78,7 @@ class FinishedCapture:
             requests=self.spec.requests.get(self.capture.tag, 0),
             num_layers=self.num_layers,
             caveats=list(self.caveats),
+            attention=of_layers(self.attention, {layer for hook in ATTENDING & sites.keys() for layer in sites[hook]}),
             images=self.spec.images,
             non_finite=self.count_non_finite(sites),
             lora=self.spec.lora,

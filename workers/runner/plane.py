@@ -20,6 +20,7 @@ import torch
 from ...broker.receipts.curve import client_keys
 from ...broker.receipts.outbox import Outbox
 from ...kernels.plan import ROWS_PER_TOKEN
+from ...schemas.attention import AttentionKind
 from ...schemas.faults import arm
 from ...schemas.selectors import select
 from ...schemas.specs import RankSpec, StoredSteering, columns_of, steering_rows, touched
@@ -203,6 +204,10 @@ class DataPlane:
     def stamp(self, caveats: Sequence[str]) -> None:
         """The caveats of every later manifest."""
         self._reports.origin["caveats"] = tuple(caveats)
+
+    def attends(self, kinds: Sequence[AttentionKind]) -> None:
+        """How the stage's layers attend, for every later manifest."""
+        self._reports.origin["attention"] = tuple(kinds)
 
     def fingerprint(self) -> str:
         """CRC32, 8 hex digits, of all that is here and of the table as the device has it: equal where ranks of a stage are."""

@@ -22,6 +22,7 @@ from . import cpu_fp8, naps  # noqa: F401 - each replaces a part of vLLM on CPUs
 from .adapters import V1Adapter, V2Adapter
 from .allowlist import check
 from .architectures import UnsupportedArchitectureError, describe
+from .attention_kinds import attention_kinds
 from .certify import Certifier, Plan
 from .config import Found, Place, PlaneConfig, plane_config
 from .drafters import UnsupportedDrafterError, check_loaded
@@ -82,6 +83,10 @@ class MidstreamWorker(PlatformWorker):
         except (UnsupportedArchitectureError, UnsupportedQuantisationError) as error:
             # The worker asks, and ends the engine: an error here would end it without a reason.
             self._found = Found(refused=error.detail)
+        pp, tp = get_pp_group(), get_tp_group()
+        if not self._found.refused:
+            kinds = attention_kinds(self.model_runner.get_model(), adapter, lambda values: tp.all_gather(values, 0), tp.world_size)
+            self._found = msgspec.structs.replace(self._found, attention=kinds)
         adapter = misplaced(adapter, faults := Faults(config.fault, self.rank))
         mode = self.vllm_config.compilation_config.mode
         traced = mode != CompilationMode.NONE or not (model.enforce_eager or current_platform.is_cpu())
@@ -102,7 +107,6 @@ class MidstreamWorker(PlatformWorker):
         except UnsupportedDrafterError as error:
             self._found = msgspec.structs.replace(self._found, refused=self._found.refused or str(error))
         warm_up(sites, buffers)
-        pp, tp = get_pp_group(), get_tp_group()
         place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group, stages=pp.world_size)
         enters = config.sweep_entry and not traced and "pre_attn" in hooks and enters_above(adapter)
         self._found = msgspec.structs.replace(self._found, enters=enters)
@@ -111,6 +115,7 @@ class MidstreamWorker(PlatformWorker):
             self._plane = DataPlane(
                 config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate, loras=loras
             )  # fmt: skip
+        self._plane.attends(self._found.attention)
         self._certified = adapter, hooks, traced
         if place.grades:
             tap(loaded, self._plane.grade)

@@ -1,0 +1,154 @@
+"""Attention patterns from captured queries and keys: numpy, a block of queries at a time."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...schemas.attention import VERSION, AttentionKind
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.selectors import LayerSelector, SelectorError, as_ranges, resolve_layers
+
+#: Bytes of one answer, at most.
+MAX_BYTES = 2 << 30
+#: Bytes of the scores, in float64, that are worked on at a time.
+_BLOCK_BYTES = 32 << 20
+#: Longer lists of positions are cut in errors.
+_SHOWN_RANGES = 8
+
+
+def kind_at(kinds: Sequence[AttentionKind], layer: int) -> AttentionKind:
+    """How `layer` attends. Raises MidstreamError where that is not known, or patterns of it cannot be computed."""
+    found = [kind for kind in kinds if layer in kind.layers]
+    if not found:
+        known = as_ranges(number for kind in kinds for number in kind.layers)
+        detail = f"it is not recorded how layer {layer} attends: it has no attention, or an older version of Midstream wrote this capture"
+        raise MidstreamError("not_found", detail, field="layer", allowed=f"layers {known}" if known else "no layers here")
+    if len(found) > 1:
+        raise MidstreamError("ranks_disagree", f"ranks disagree on how layer {layer} attends")
+    (kind,) = found
+    if kind.refused:
+        raise MidstreamError("not_found", f"layer {layer} has no attention pattern: {kind.refused}", field="layer")
+    if kind.version > VERSION:
+        detail = f"a newer version of Midstream recorded how layer {layer} attends"
+        raise MidstreamError("version_mismatch", detail, allowed="read it with that version")
+    return kind
+
+
+def heads_of(kind: AttentionKind, heads: LayerSelector | None) -> list[int]:
+    """The heads that a selector names: a number, a list, `"0-3"`; None: all. Raises MidstreamError naming those that there are."""
+    try:
+        return resolve_layers("all" if heads is None else heads, kind.heads, "head")
+    except SelectorError as error:
+        raise invalid("head", str(error), allowed=f"0 to {kind.heads - 1}") from error
+
+
+def pattern(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    kind: AttentionKind,
+    positions: Sequence[int],
+    *,
+    heads: LayerSelector | None = None,
+    rows: Sequence[int] | None = None,
+) -> np.ndarray:
+    """float32 `[heads, queries, keys]`: how much each query attends to the key of each of `positions`.
+
+    `queries` `[positions, heads * head_dim]` and `keys` `[positions, key heads * head_dim]`, as attention uses them (after norms
+    and rotary); `positions`: absolute, ascending. `rows`: positions whose queries are wanted; None: all. A row sums to 1, less what
+    the head's sink takes; keys that a query does not see are 0. Computed in float64 from what was captured.
+
+    Raises MidstreamError: `invalid_request` for heads that there are not or rows of another width, or where the answer would exceed
+    MAX_BYTES; `not_found` where a key that a query sees was not captured.
+    """
+    chosen, places = heads_of(kind, heads), np.asarray(positions, dtype=np.int64)
+    key_heads = _key_heads(queries, keys, kind)
+    wanted = np.arange(len(places)) if rows is None else _rows_at(places, rows)
+    lows = _lowest(places[wanted], kind)
+    _complete(places, places[wanted], lows)
+    shape = len(chosen), len(wanted), len(places)
+    if (size := 4 * math.prod(shape)) > MAX_BYTES:
+        detail = f"{shape[0]} heads × {shape[1]} queries × {shape[2]} keys are {size >> 20} MiB; the limit is {MAX_BYTES >> 20} MiB"
+        raise invalid("head", detail, allowed="fewer heads, or the queries of fewer positions")
+    found = np.zeros(shape, dtype=np.float32)
+    step = max(1, _BLOCK_BYTES // (8 * max(len(places), 1)))
+    for at, head in enumerate(chosen):
+        columns = slice(head * kind.head_dim, (head + 1) * kind.head_dim)
+        shared = head * key_heads // kind.heads
+        of_keys = keys[:, shared * kind.head_dim : (shared + 1) * kind.head_dim].astype(np.float64)
+        for start in range(0, len(wanted), step):
+            block = slice(start, start + step)
+            of_queries = queries[wanted[block], columns].astype(np.float64)
+            found[at, block] = _softmax(_scores(of_queries, of_keys, kind, head, places, places[wanted[block]], lows[block]), kind, head)
+    return found
+
+
+def _scores(
+    queries: np.ndarray, keys: np.ndarray, kind: AttentionKind, head: int, places: np.ndarray, of: np.ndarray, lows: np.ndarray
+) -> np.ndarray:
+    """float64 `[queries, keys]` of one head, -inf where a query does not see a key. `of`, `lows`: each query's place and lowest key."""
+    scores: np.ndarray = queries @ keys.T
+    scores *= kind.scale
+    if kind.softcap:
+        scores = kind.softcap * np.tanh(scores / kind.softcap)
+    if kind.slopes:
+        scores += kind.slopes[head] * (places[None, :] - of[:, None])
+    scores[(places[None, :] > of[:, None]) | (places[None, :] < lows[:, None])] = -np.inf
+    return scores
+
+
+def _softmax(scores: np.ndarray, kind: AttentionKind, head: int) -> np.ndarray:
+    """Over keys, in place; the head's sink takes its share and has no column."""
+    most = scores.max(axis=1, keepdims=True)
+    sink = kind.sinks[head] if kind.sinks else -np.inf
+    most = np.maximum(most, sink)
+    scores -= most
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=1, keepdims=True) + np.exp(sink - most)
+    return scores
+
+
+def _lowest(places: np.ndarray, kind: AttentionKind) -> np.ndarray:
+    """int64 `[queries]`: the first position that each query sees."""
+    lows = np.zeros_like(places)
+    if kind.window:
+        lows = np.maximum(lows, places - kind.window + 1)
+    if kind.chunk:
+        lows = np.maximum(lows, places // kind.chunk * kind.chunk)
+    return lows
+
+
+def _complete(places: np.ndarray, queries: np.ndarray, lows: np.ndarray) -> None:
+    """Raises MidstreamError unless every key that a query sees is among `places`."""
+    there = np.searchsorted(places, queries, side="right") - np.searchsorted(places, lows)
+    lacking = np.flatnonzero(there < queries - lows + 1)
+    if not len(lacking):
+        return
+    query, low = int(queries[lacking[0]]), int(lows[lacking[0]])
+    missing = sorted({*range(low, query + 1)}.difference(places.tolist()))
+    detail = (
+        f"the query of position {query} sees keys {low}-{query}, of which {as_ranges(missing, _SHOWN_RANGES)} were not captured "
+        f"({len(lacking)} of {len(queries)} queries lack some)"
+    )
+    raise MidstreamError("not_found", detail, field="positions", allowed='capture q and k at positions "all", or choose other queries')
+
+
+def _rows_at(places: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+    """int64 `[rows]`: where each position is among `places`."""
+    there = {place: row for row, place in enumerate(places.tolist())}
+    missing = [row for row in rows if row not in there]
+    if missing or not len(rows):
+        detail = f"positions {as_ranges(missing, _SHOWN_RANGES)} were not captured" if missing else "no query given: give at least one"
+        raise MidstreamError("not_found", detail, field="queries", allowed=as_ranges(places.tolist(), _SHOWN_RANGES))
+    return np.array([there[row] for row in rows])
+
+
+def _key_heads(queries: np.ndarray, keys: np.ndarray, kind: AttentionKind) -> int:
+    """How many key heads there are. Raises MidstreamError for rows of other widths than the kind's."""
+    count, rest = divmod(int(keys.shape[1]), kind.head_dim)
+    if queries.shape[1] != kind.heads * kind.head_dim or rest or not count or kind.heads % count:
+        detail = (
+            f"rows of width {queries.shape[1]} and {keys.shape[1]} are not queries and keys of {kind.heads} heads of width {kind.head_dim}"
+        )
+        raise invalid("q", detail, allowed=f"q of width {kind.heads * kind.head_dim}, k of a divisor of {kind.heads} heads")
+    return count
