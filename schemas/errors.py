@@ -27,6 +27,7 @@ STATUS_OF_KIND: dict[str, int] = {
     "idempotency_mismatch": 422,  # the Idempotency-Key was used with another body
     "internal": 500,
     "capture_failed": 500,  # a rank could not capture or persist the requested rows
+    "reading_failed": 500,  # a rank could not compute what was asked of captured rows
     "capture_damaged": 500,  # bytes of a capture file are not those that were written
     "intervention_failed": 500,  # a rank could not apply the requested steering or patches
     "ranks_disagree": 500,  # ranks of one pipeline stage applied different actions

@@ -12,8 +12,10 @@ from .errors import Problem
 from .handling import Callback, Priority
 from .images import ImageRef
 from .keys import DEFAULT_TENANT
+from .lens import LensSpec
 from .limits import MAX_INT64, MAX_PROMPTS, MAX_STOP_TEXT, MAX_STOP_TOKENS, MAX_STOPS, Count, Index, Metadata, Name, Text, TokenIds
 from .loras import Adapted, LoraUse, StoredLora
+from .readings import LensReading
 from .specs import CaptureSpec, CaptureStatus, PatchList, SteeringList, StoredCapture, StoredSteering
 from .states import TERMINAL as TERMINAL
 from .states import TRANSITIONS as TRANSITIONS
@@ -63,6 +65,7 @@ class JobRequest(Adapted, kw_only=True):
     capture: CaptureSpec | None = None
     steering: SteeringList = []
     patch: PatchList = []
+    lens: LensSpec | None = None
     metadata: Metadata = {}
 
 
@@ -108,7 +111,7 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     @cached_property
     def captured(self) -> dict[str, int]:
         """Tag → how many prompts have a capture under it. (Not all: what the operator captures may have no position in a short one.)"""
-        return dict(Counter(capture.tag for captures in self.captures for capture in captures))
+        return dict(Counter(capture.tag for captures in self.captures for capture in captures if capture.reading is None))
 
 
 class TokenLogprob(Record):
@@ -255,6 +258,7 @@ class JobResult(Record):
     attempt: int
     sweep: SweepResult | None = None
     lora: LoraUse | None = None  # the adapter that it ran with
+    lens: list[LensReading] | None = None  # one per prompt, if the request asked for one
 
 
 class JobPage(Record):

@@ -73,6 +73,12 @@ MAX_TENSOR_BYTES = 8 << 20
 MAX_FILE_TENSORS = 3 * MAX_ENTRIES  # of a module's safetensors file: `lowrank` has three
 MAX_FILE_HEADER = 4 << 20  # bytes of that file's header
 
+# --- Readings of captured rows ---------------------------------------------------------------------------------------------
+
+MAX_LENS_TOP = 100  # most likely tokens of a logit lens
+MAX_LENS_TOKENS = 64  # named tokens of a logit lens
+MAX_LENS_TOKEN = 256  # characters of one, by its text
+
 # --- Adapters ------------------------------------------------------------------------------------------------------------
 
 MAX_LORAS = 1024  # registered, of one model

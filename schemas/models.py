@@ -34,6 +34,7 @@ class ModelInfo(Published):
     steering_entries: int = 0  # vectors of those rows, over all sites; 0: not reported
     global_captures: list[CaptureSpec] = []  # taken of every request
     grades: bool = False  # ranks answer `RankSpec.grade`: sweeps can run
+    readings: dict[str, str] = {}  # kind of reading (`lens`) → why there is none; empty: it is served
     absent: dict[str, str] = {}  # hook that does not exist → why
     multimodal: bool = False  # takes images, here or elsewhere
     images: int = 0  # of a prompt, at most; 0: it takes none here

@@ -1,4 +1,4 @@
-"""Requests and responses of the OpenAI-style endpoints, with `steering`, `patch`, `capture` and `capture_wait` added.
+"""Requests and responses of the OpenAI-style endpoints, with `steering`, `patch`, `capture`, `lens` and `capture_wait` added.
 
 Fields of OpenAI's that change nothing here (`user`, `store`, …) are accepted. Fields that we do not serve are accepted only
 at the value that asks for nothing (`ONLY`), and refused by name otherwise; any other field is unknown and refused as well.
@@ -15,8 +15,10 @@ from .certificates import Certificate
 from .chat import Conversation
 from .errors import Problem
 from .jobs import CaptureResults, Determinism, Prompt, Seed, StopText, StopTexts, StopTokens
+from .lens import LensSpec
 from .limits import MAX_PROMPT_TOKENS, Count, Index, Label, Metadata, Name, Text
 from .loras import Adapted, LoraSupport
+from .readings import LensReading
 from .specs import CaptureSpec, PatchList, SteeringList
 
 #: Field → the values that ask for nothing. Anything else is refused with the field's name.
@@ -81,6 +83,7 @@ class OpenAIRequest(Adapted, kw_only=True):
     steering: SteeringList = []
     patch: PatchList = []
     capture: CaptureSpec | None = None
+    lens: LensSpec | None = None  # an answer with a lens is held for it
     #: Hold the answer until every capture is durable and every rank has reported. A steered answer is always held for the
     #: ranks' reports, so that an intervention which was not applied is never answered as if it were.
     capture_wait: bool = False
@@ -157,6 +160,7 @@ class Answer(Record, kw_only=True):
     #: Present with capture, steering or global steering; in the last chunk of a stream.
     capture_results: CaptureResults | UnsetType = UNSET
     determinism: Determinism | UnsetType | None = UNSET
+    lens: list[LensReading] | UnsetType = UNSET  # one per prompt, if the request asked for one
 
 
 class CompletionLogprobs(Record):

@@ -35,7 +35,7 @@ class Consumed(Wire):
     name: str
     ok: bool = True
     message: str = ""
-    rows: bytes = b""  # `memory`: the rows as a safetensors blob
+    rows: bytes = b""  # `memory`: the rows as a safetensors blob; `reading`: a part of it, see `schemas.readings`
 
 
 class Receipt(Wire):
@@ -58,7 +58,7 @@ class Receipt(Wire):
     message: str = ""
     applied: int = 0  # token rows that an intervention changed, over all layers
     files: list[CapturedFile] = []
-    kind: str = ""  # with `error`: capture_failed | intervention_failed; empty: derived from what the job requested
+    kind: str = ""  # with `error`: capture_failed | reading_failed | intervention_failed; empty: derived from what the job requested
     consumed: list[Consumed] = []
     global_version: int = 0  # of the global steering that the request began under
     epoch: int = 0  # how often this rank's action ledger was reset: checksums are compared within one epoch

@@ -12,6 +12,7 @@ from .images import ImageSpan
 from .interventions import FAMILY, MEANINGS, Family, SteeringOp
 from .limits import MAX_CONSUMERS, MAX_ENTRIES, MAX_HOOKS, MAX_POSITIONS, MAX_TAG, Count, Index, Name, Reference
 from .loras import LoraUse
+from .readings import Reading
 from .selectors import (
     DimensionSelector,
     Hook,
@@ -190,8 +191,8 @@ def at_scale(entry: StoredSteering, factor: float) -> StoredSteering:
     return msgspec.structs.replace(entry, numbers=[entry.numbers[0] * factor, *entry.numbers[1:]])
 
 
-class StoredCapture(Record):
-    """A `CaptureSpec` after validation, for one prompt."""
+class StoredCapture(Record, omit_defaults=True):
+    """A `CaptureSpec` after validation, for one prompt; or rows that something is computed from (`reading`), and then left."""
 
     sites: dict[Hook, list[int]]  # hook → ascending layers, at least one
     positions: PositionSelector
@@ -201,6 +202,12 @@ class StoredCapture(Record):
     dtype: RowDType = "model"
     layout: Layout = "auto"
     consumers: list[str] = msgspec.field(default_factory=lambda: list(DEFAULT_CONSUMERS))
+    reading: Reading | None = None  # what its rows are for; they are not stored then, and `consumers` is `readings.READER` alone
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every rank of a tensor-parallel stage records it, and not only the first."""
+        return self.reading is not None and self.reading.everywhere
 
     @property
     def num_sites(self) -> int:

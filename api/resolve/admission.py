@@ -7,7 +7,7 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio.to_thread
@@ -28,6 +28,7 @@ from .images import check_number as check_number_of_images
 from .images import placed
 from .model_state import NOTHING, ModelState
 from .patches import runs_of
+from .readings import positions_asked, resolve_readings, with_token_ids
 from .request_parsing import ParsedPrompt, ParsedRequest
 from .steering import check_number, modules_named, resolve_edits
 from .tokenizer import INLINE_CHARACTERS, Codec, TooLong
@@ -150,9 +151,12 @@ async def resolve(
 ) -> Resolved:
     """Captures and steering for each prompt, and the vectors that came with it by content hash. Raises a 400 naming the field."""
 
+    parsed = replace(parsed, lens=await with_token_ids(parsed.lens, codec))
+
     def resolved() -> Resolved:
         bounds = Bounds(model, facts_of(parsed, prompts, codec, model_state), max_tokens)
-        return resolve_captures(parsed.capture, bounds), *resolve_edits(parsed.patch, parsed.steering, bounds, model_state)
+        captures = resolve_captures(parsed.capture, bounds, resolve_readings(parsed, bounds))
+        return captures, *resolve_edits(parsed.patch, parsed.steering, bounds, model_state)
 
     characters = sum(map(_characters, prompts))
     cost = check_cost(parsed, len(prompts), characters, model_state)
@@ -217,6 +221,7 @@ def _wanted(parsed: ParsedRequest, model_state: ModelState) -> list[tuple[str, R
             found += [(f"steering[{index}].positions", spec.positions or "all")] * (1 if module is None else len(module.entries))
         else:
             found += [(f"steering[{index}].module", entry.positions) for entry in module.entries]
+    found += positions_asked(parsed)
     return found + ([("capture.positions", parsed.capture.positions)] if parsed.capture else [])
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.images import ImageRef
+from ...schemas.lens import LensSpec
 from ...schemas.models import ModelInfo
 from ...schemas.selectors import (
     Hook,
@@ -60,7 +61,7 @@ def has_text(positions: RequestedPositions) -> bool:
     return any(isinstance(item, Span) and item.text is not None for item in (positions if isinstance(positions, list) else [positions]))
 
 
-Spec = CaptureSpec | SteeringSpec | PatchSpec
+Spec = CaptureSpec | SteeringSpec | PatchSpec | LensSpec
 
 
 # --- Rules of both ---------------------------------------------------------------------------------------------------
@@ -153,19 +154,24 @@ CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
 )
 
 
-def resolve_captures(spec: CaptureSpec | None, bounds: Bounds) -> list[list[StoredCapture]]:
-    """One list per prompt: the user's captures, then global capture; empty if there is neither.
+def resolve_captures(
+    spec: CaptureSpec | None, bounds: Bounds, readings: Sequence[tuple[str, list[StoredCapture]]] = ()
+) -> list[list[StoredCapture]]:
+    """One list per prompt: the user's captures, what is read of rows, then global capture; empty if there is none of these.
+
+    `readings`: field of the request → one capture per prompt.
 
     Raises a 400 naming the field: of what the user asks for, never of what the operator captures.
     """
     per_prompt: list[list[StoredCapture]] = [[] for _ in bounds.prompts]
-    if spec is not None:
-        if spec.tag in {everyones.tag for everyones in bounds.model.global_captures}:
-            raise invalid("capture.tag", f"{spec.tag!r} is the tag of the operator's global capture: choose another")
-        for index, mine in enumerate(_captures(spec, bounds, "capture")):
+    if spec is not None and spec.tag in {everyones.tag for everyones in bounds.model.global_captures}:
+        raise invalid("capture.tag", f"{spec.tag!r} is the tag of the operator's global capture: choose another")
+    asked = [("capture", _captures(spec, bounds, "capture"))] if spec is not None else []
+    for field, captures in [*asked, *readings]:
+        for index, mine in enumerate(captures):
             per_prompt[index].append(mine)
-            _check_step(mine, index, bounds)
-        _check_memory([captures[0] for captures in per_prompt], bounds)
+            _check_step(field, per_prompt[index], index, bounds)
+    _check_memory([("capture.consumers" if field == "capture" else field, captures) for field, captures in [*asked, *readings]], bounds)
     for everyones in bounds.model.global_captures:
         _add(everyones, per_prompt, bounds)
     return per_prompt if any(per_prompt) else []
@@ -226,12 +232,12 @@ def _positions_of(capture: StoredCapture, index: int, bounds: Bounds) -> int:
     return capture.count_positions(bounds.prompts[index].tokens, bounds.max_tokens)
 
 
-def _check_step(capture: StoredCapture, index: int, bounds: Bounds) -> None:
+def _check_step(field: str, captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> None:
     """The rows of one token, with its drafts, must fit the capture buffer."""
-    if not _fits_step([capture], index, bounds):
+    if not _fits_step(captures, index, bounds):
         raise invalid(
-            "capture",
-            f"prompt {index} produces {_unsplit_rows([capture], index, bounds)} rows in one engine step, for one token"
+            field,
+            f"prompt {index} produces {_unsplit_rows(captures, index, bounds)} rows in one engine step, for one token"
             f"{_drafts(bounds.model)}: more than the worker's buffer holds (setting capture_buffer_mib)",
             allowed=f"at most {bounds.model.capture_row_limit} rows per step: fewer layers or hooks",
         )
@@ -241,25 +247,39 @@ def _drafts(model: ModelInfo) -> str:
     return f" and {model.speculative_tokens} drafts" if model.speculative_tokens else ""
 
 
-def _check_memory(captures: Sequence[StoredCapture], bounds: Bounds) -> None:
-    """Rows that come back in the response are few: the most that each prompt could give, and all of them, is held against a limit."""
-    if "memory" not in captures[0].consumers:
-        return
-    model, total = bounds.model, 0
-    limit = model.memory_limit_kib << 10
-    for index, capture in enumerate(captures):
-        dtype = model.dtype if capture.dtype == "model" else capture.dtype
-        size = memory_bytes(_positions_of(capture, index, bounds), capture.num_sites, model.hidden_size, dtype, model.pp)
-        if size > limit:
+def _check_memory(asked: Sequence[tuple[str, Sequence[StoredCapture]]], bounds: Bounds) -> None:
+    """What comes back in the response is little: the most that each prompt could give, and all of them, is held against a limit.
+
+    `asked`: field → one capture per prompt.
+    """
+    limit, total = bounds.model.memory_limit_kib << 10, 0
+    of_prompt = [0] * len(bounds.prompts)
+    most = f"at most {bounds.model.memory_limit_kib} KiB per prompt (setting memory_limit_kib)"
+    for field, captures in asked:
+        way = "use 'filesystem' alone" if field == "capture.consumers" else "fewer tokens of each"
+        for index, capture in enumerate(captures):
+            size = _returned_bytes(capture, index, bounds)
+            of_prompt[index] += size
+            total += size * (bounds.model.tp if capture.everywhere else 1)
+            if size and of_prompt[index] > limit:
+                what = "rows: consumer 'memory' returns" if field == "capture.consumers" else "results: a response holds"
+                fewer = "capture fewer rows" if field == "capture.consumers" else "name fewer positions or layers"
+                raise invalid(field, f"prompt {index} may produce {of_prompt[index]} bytes of {what} {most}; {fewer}, or {way}")
+        if total > max(limit, MEMORY_JOB_BYTES):
+            what = "rows: consumer 'memory' returns" if field == "capture.consumers" else "results: a response holds"
             raise invalid(
-                "capture.consumers",
-                f"prompt {index} may produce {size} bytes of rows: consumer 'memory' returns at most {model.memory_limit_kib} KiB per "
-                "prompt (setting memory_limit_kib); capture fewer rows, or use 'filesystem' alone",
+                field,
+                f"the job's {len(captures)} prompts may produce {total} bytes of {what} at most {max(limit, MEMORY_JOB_BYTES) >> 20} MiB "
+                f"per job; send fewer prompts in one job, or {way}",
             )
-        total += size
-    if total > max(limit, MEMORY_JOB_BYTES):
-        raise invalid(
-            "capture.consumers",
-            f"the job's {len(captures)} prompts may produce {total} bytes of rows: consumer 'memory' returns at most "
-            f"{max(limit, MEMORY_JOB_BYTES) >> 20} MiB per job; send fewer prompts in one job, or use 'filesystem' alone",
-        )
+
+
+def _returned_bytes(capture: StoredCapture, index: int, bounds: Bounds) -> int:
+    """What of one prompt comes back in the response, at most: per rank, where several have parts."""
+    model, positions = bounds.model, _positions_of(capture, index, bounds)
+    if capture.reading is not None:
+        return capture.reading.size(positions, capture.num_sites)
+    if "memory" not in capture.consumers:
+        return 0
+    dtype = model.dtype if capture.dtype == "model" else capture.dtype
+    return memory_bytes(positions, capture.num_sites, model.hidden_size, dtype, model.pp)

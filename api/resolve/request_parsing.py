@@ -12,6 +12,7 @@ from ...schemas.chat import ChatMessage, ImagePart, PlainMessage, TextPart
 from ...schemas.errors import invalid
 from ...schemas.handling import Handling, handling_of
 from ...schemas.jobs import JobRequest, Sampling
+from ...schemas.lens import LensSpec
 from ...schemas.limits import MAX_PROMPTS, MAX_UNSERVED
 from ...schemas.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
 from ...schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
@@ -45,6 +46,7 @@ class ParsedRequest:
     capture: CaptureSpec | None = None
     steering: list[SteeringSpec] = field(default_factory=list)
     patch: list[PatchSpec] = field(default_factory=list)
+    lens: LensSpec | None = None
     stream: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
     handling: Handling = field(default_factory=Handling)
@@ -68,6 +70,7 @@ def parse_job(body: JobRequest) -> ParsedRequest:
         capture=body.capture,
         steering=body.steering,
         patch=body.patch,
+        lens=body.lens,
         metadata=body.metadata,
         handling=handling_of(body),
         lora=body.lora,
@@ -87,6 +90,7 @@ def parse_completion(body: CompletionRequest) -> ParsedRequest:
         capture=body.capture,
         steering=body.steering,
         patch=body.patch,
+        lens=body.lens,
         stream=bool(body.stream),
         metadata=body.metadata or {},
         handling=handling_of(body),
@@ -113,6 +117,7 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
         capture=body.capture,
         steering=body.steering,
         patch=body.patch,
+        lens=body.lens,
         stream=bool(body.stream),
         metadata=body.metadata or {},
         handling=handling_of(body),

@@ -1,6 +1,6 @@
 """Job results in OpenAI's two shapes, whole and in chunks: two `Shape`s that routes use alike."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +46,13 @@ def usage(outputs: Sequence[Output]) -> Usage:
     return Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated, prompt_tokens_details=cached)
 
 
-def extras(result: JobResult, wanted: bool, settled: bool) -> dict[str, Any]:
-    """`capture_results` and `determinism` if requested. Agreement is undecided until all ranks have reported."""
+def extras(result: JobResult, wanted: bool, settled: bool, readings: Iterable[str] = ()) -> dict[str, Any]:
+    """`capture_results` and `determinism` if requested, and `readings` by their fields. Agreement is undecided until all ranks have
+    reported."""
+    found = {field: getattr(result, field) or [] for field in readings}
     if not wanted:
-        return {}
-    return {"capture_results": result.capture_results, "determinism": result.determinism if settled else None}
+        return found
+    return {**found, "capture_results": result.capture_results, "determinism": result.determinism if settled else None}
 
 
 def _completion_choice(output: Output) -> CompletionChoice:

@@ -5,7 +5,7 @@ the client is, and a text that turns out different is an error and not a silent 
 """
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ class Streamed:
     until: Callable[[JobView], bool]
     with_usage: bool
     with_extras: Callable[[JobView], bool]
+    readings: Sequence[str] = ()  # fields of the result that the request asked for
     sent: dict[int, Sent] = field(default_factory=dict)
     attempt: int = 0
 
@@ -148,7 +149,7 @@ class Streamed:
     async def _ending(self, view: JobView) -> bytes:
         """What is missing of the texts, the finish reasons, the usage, and what was captured, in the last chunk."""
         result = await result_of(self.context, self.job_id)
-        more = openai_shapes.extras(result, self.with_extras(view), is_over(view))
+        more = openai_shapes.extras(result, self.with_extras(view), is_over(view), self.readings)
         outputs = sorted(result.outputs, key=lambda output: output.index)
         chunks = [chunk for output in outputs for chunk in self._text(output.index, self._of(output.index).upto(output.text))]
         last = {} if self.with_usage else more

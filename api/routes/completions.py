@@ -1,6 +1,6 @@
 """The OpenAI-style routes. A completion is a job like any other; these handlers wait for it and answer in OpenAI's shape.
 
-When is a response answered? With `capture_wait: true`, with steering, or with rows that are to come back in it, once the job is
+When is a response answered? With `capture_wait: true`, with steering, or with rows or readings that are to come back in it, once the job is
 over: then every capture is durable, every rank has reported and all agree. (A steered answer, also of a request that only global
 steering edits, is never given before: a rank might still report that it applied nothing.) Without either, as soon as the outputs
 are stored; captures are `pending` then, with the place to look.
@@ -18,6 +18,7 @@ from ...schemas.errors import MidstreamError
 from ...schemas.jobs import JobView
 from ...schemas.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest, OpenAIRequest
 from ..context import context_of, unless_client_leaves
+from ..resolve.readings import asked as asked_readings
 from ..resolve.request_parsing import ParsedRequest, parse_chat, parse_completion
 from ..responses import events, openai_shapes
 from ..responses.openai_shapes import Shape
@@ -35,7 +36,7 @@ RESPONSES = {
     **SUBMIT_ERRORS,
 }
 DESCRIPTION = (
-    "OpenAI's API with `steering`, `patch`, `capture` and `capture_wait`. With `stream: true` the answer is server-sent chunks; "
+    "OpenAI's API with `steering`, `patch`, `capture`, `lens` and `capture_wait`. With `stream: true` the answer is server-sent chunks; "
     "the last one before `[DONE]` carries `capture_results` and `determinism`."
 )
 
@@ -45,7 +46,8 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, parsed: ParsedReque
     created = now()
     job_id = await context.submit(parsed, request.idempotency(key), caller_of(request))
     headers = {JOB_HEADER: job_id, "Location": job_url(context, job_id)}
-    hold = body.capture_wait or (parsed.capture is not None and "memory" in parsed.capture.consumers)
+    read = list(asked_readings(parsed))
+    hold = body.capture_wait or bool(read) or (parsed.capture is not None and "memory" in parsed.capture.consumers)
 
     def until(view: JobView) -> bool:
         return is_over(view) or (not hold and not view.steered and view.generated is not None)
@@ -65,6 +67,7 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, parsed: ParsedReque
             until=until,
             with_usage=body.stream_options is not None and body.stream_options.include_usage,
             with_extras=asked,
+            readings=read,
         )
         return Stream(streamed.body(), media_type=events.MEDIA_TYPE, headers={**events.HEADERS, **headers}, status_code=200)
     try:
@@ -84,7 +87,7 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, parsed: ParsedReque
     except MidstreamError as error:  # the job is accepted all the same: say where it is
         return problems.answer(request, error.problem(instance=job_url(context, job_id)), {**headers, "x-should-retry": "false"})
     released(request, outcome)
-    more = openai_shapes.extras(result, asked(view), is_over(view))
+    more = openai_shapes.extras(result, asked(view), is_over(view), read)
     return Response(openai_shapes.whole(shape, result, created, more), status_code=200, headers=headers)
 
 

@@ -22,11 +22,13 @@ from ...schemas.jobs import (
 )
 from ...schemas.keys import DEFAULT_TENANT, shown
 from ...schemas.loras import LoraUse
+from ...schemas.readings import READER
 from ...schemas.receipts import CapturedFile, Receipt, receipt_decoder
 from ...schemas.selectors import as_ranges
 from ...schemas.settings import Settings
 from ...schemas.specs import CaptureStatus
 from ...schemas.sweeps import StoredSweep
+from .readings import readings
 from .sweep_result import Records, sweep_result
 
 #: The fields of `ms:job:{id}` that a view needs; not `spec`, which may be large.
@@ -135,6 +137,7 @@ def result(
         attempt=view.attempt,
         sweep=sweep,
         lora=view.lora,
+        **readings(ticket),
     )
 
 
@@ -156,6 +159,7 @@ def capture_results(view: JobView, known: Facts, ticket: Sequence[Receipt], sett
         ConsumerReport(name=made.name, request=told.request, pp=told.pp, ok=made.ok, message=made.message, rows=made.rows)
         for told in ticket
         for made in told.consumed
+        if made.name != READER
     ]
     return CaptureResults(
         status=view.capture_status,

@@ -23,7 +23,7 @@ ENGINES = {"v1", "cached", "v2", "compiled"}
 SHARING = tuple(
     f"test_{name}.py"
     for name in (
-        "attention", "block_keys", "capture_rows", "global_order", "graded_tokens", "interventions", "lora", "modes", "executed",
+        "attention", "block_keys", "capture_rows", "global_order", "graded_tokens", "interventions", "lens", "lora", "modes", "executed",
         "patching", "patching_cells", "prefix_cache", "non_finite", "rank_calls", "reentry", "steering_rows", "token_ranges",
     )
 )  # fmt: skip

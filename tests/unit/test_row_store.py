@@ -102,7 +102,7 @@ def test_wider_kept_rows_replace_narrower_ones() -> None:
 def test_ports_are_made_once_per_request_and_decode_steps_cost_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """480 sites take 0.1 ms, and a step has many requests."""
     made = []
-    monkeypatch.setattr(row_index, "_ports", lambda capture: made.append(capture) or frozenset())
+    monkeypatch.setattr(row_index, "_ports", lambda capture, everywhere: made.append(capture) or frozenset())
     monkeypatch.setattr(StoredCapture, "select", lambda *window: made.append(window) or range(0))
     index, spec = RowIndex(1 << 20, ROW, BLOCK), spec_of(capture("all"))
     for start in range(14, 40):

@@ -154,6 +154,7 @@ class VllmEngine(RankControl):
             raise
         except Exception as error:
             raise MidstreamError("engine_failed", f"the engine did not start: {in_our_settings(_reason(error))}") from error
+        readings = {kind: next((each.readings[kind] for each in found if each.readings[kind]), "") for kind in found[0].readings}
         self.enters = all(each.enters for each in found)
         self._row_bytes = config.get_hidden_size() * config.dtype.itemsize
         self._step_rows = StepRows(plane.step_rows)
@@ -180,6 +181,7 @@ class VllmEngine(RankControl):
             steering_entries=settings.steering_entries,
             global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks, plane.step_rows * len(self._stages)),
             grades=True,
+            readings=readings,
             absent=absent,
             attention=grouped(kind for each in found for kind in each.attention),
             multimodal=config.is_multimodal_model,

@@ -19,6 +19,7 @@ from ..runner.consumers import available
 
 NUM_LAYERS = 4
 HIDDEN_SIZE = 8
+VOCABULARY = 256  # one token per byte, special ones aside
 FAKE_LINEAR = "model.layers.*.mlp.up_proj"
 LORA_SHAPE = LoraModule(inputs=HIDDEN_SIZE, outputs=HIDDEN_SIZE, layers=f"0-{NUM_LAYERS - 1}")
 BOS, EOS = "<bos>", "<eos>"
@@ -71,6 +72,7 @@ def make_info(settings: Settings, tokenizer: Tokenizer, bundle: TokenizerBundle)
         steering_entries=settings.steering_entries,
         global_captures=from_settings(settings, NUM_LAYERS),
         grades=True,
+        readings={"lens": "pipeline stages" if settings.pipeline_parallel_size > 1 else ""},
         lora=LoraSupport(max_rank=settings.max_lora_rank, modules={FAKE_LINEAR: [LORA_SHAPE]}) if settings.lora_dir else None,
     )
 

@@ -28,6 +28,7 @@ from ..runner.writer import BOOT_DIGITS, WriteJob, Writer
 from .grades import FakeGrades, Ungradable
 from .model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
 from .rank import FakeFaults, FakeRank
+from .readings import FakeReadings
 
 #: Seconds that closing waits for the relay to take what is left; the rest is replayed by the next start.
 FLUSH_S = 2.0
@@ -112,7 +113,7 @@ class FakeRanks:
             segment_bytes=settings.segment_mib << 20,
             quota=settings.capture_quota_mib << 20,
         )
-        return Writer(store, outbox, threads=1, memory_limit=settings.memory_limit_kib << 10)
+        return Writer(store, outbox, threads=1, memory_limit=settings.memory_limit_kib << 10, readings=FakeReadings())
 
     async def close(self) -> None:
         """Publish and report what is finished, then close the outboxes."""

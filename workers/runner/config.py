@@ -43,6 +43,7 @@ class Found(Record):
     hooks: list[str] = []  # that every layer has
     absent: dict[str, str] = {}  # hook → why there is none
     refused: str = ""  # why the model cannot be served
+    readings: dict[str, str] = {}  # kind of reading → why there is none; empty: it is served
     enters: bool = False  # forwards may begin above the first layer
     attention: list[AttentionKind] = []  # of the layers that its stage holds
 

@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 import numpy as np
 
 from ...schemas.dtypes import DTYPES, widened
+from ...schemas.readings import READER
 from ...schemas.specs import memory_bytes
 from .finished import Consumer, FinishedCapture, Outcome
 from .layouts import blob_of
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 lines = logging.getLogger("midstream.captures")
 
 ENTRY_POINTS = "midstream.capture_consumers"
-BUILT_IN = ("filesystem", "memory", "logging")
+BUILT_IN = ("filesystem", "memory", "logging")  # that requests may name
 #: Seconds that an installed consumer may take for a group; the writer then goes on without it.
 PATIENCE_S = 10.0
 
@@ -159,7 +160,7 @@ def installed() -> dict[str, Apart]:
     """The consumers of other packages by name, made once per process. One that cannot be loaded or made is logged and left out."""
     found: dict[str, Apart] = {}
     for entry in entry_points(group=ENTRY_POINTS):
-        if entry.name in BUILT_IN or entry.name in found:
+        if entry.name in (*BUILT_IN, READER) or entry.name in found:
             logger.error("capture consumer %s of %s skipped: the name is already in use", entry.name, entry.value)
             continue
         try:

@@ -38,6 +38,7 @@ KNOWN = {
     "alter_action": "the next action, and only that one, is replaced on this rank: a row gets other vectors",
     "lose_run": "the next look-up of a source run's row finds nothing on this rank",
     "write": "writing a capture raises OSError",
+    "reading": "computing a reading of captured rows fails",
     "slow_write": "writing a group of captures takes a second longer",
     "swap_lora": "the next step's rows are taken for another adapter's",
     "plan": "planning a step raises",
@@ -105,6 +106,10 @@ class Faults:
         if "slow_write" in self:
             time.sleep(_SLOW_S)
         return "write" in self
+
+    def of_reading(self) -> bool:
+        """Whether computing a reading fails; called in a writer thread."""
+        return "reading" in self
 
     def of_run(self) -> bool:
         """Whether this look-up of a source run finds nothing."""

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from .overload import Overload
 from .planner import Planner, Tracked
 from .prepared_rows import rows_of
 from .process import begin_helper
+from .readings import Reader, Readings
 from .reentry import Reentry, ReentryGate
 from .reports import Reports
 from .row_index import Keeping, KeptBlock
@@ -84,10 +85,11 @@ class DataPlane:
         traced: bool,
         gate: ReentryGate | None = None,
         loras: "Loras | None" = None,
+        readers: Mapping[type, Reader] | None = None,
     ) -> None:
         """`num_layers`: of the whole model. `traced`: the forward is compiled or graph-captured. `gate`: where it may begin, if it may.
 
-        `loras`: None if no adapters are served.
+        `loras`: None if no adapters are served. `readers`: what computes readings, by the type of `StoredCapture.reading`.
         """
         self._config, self._place = config, place
         self.faults = Faults(config.fault, place.rank)
@@ -107,7 +109,8 @@ class DataPlane:
         self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up, curve=curve)
         device = buffers.ring.device
         begin = partial(begin_helper, device, device.type == "cpu" and torch.get_num_threads() >= len(config.cores))
-        self._writer = make_writer(config, place.rank, self._outbox, self.faults.of_write, begin)
+        readings = Readings(readers or {}, config.memory_limit_kib << 10, self.faults.of_reading)
+        self._writer = make_writer(config, place.rank, self._outbox, self.faults.of_write, begin, readings)
         self._reports = Reports(
             config, place, self._writer, self.actions, hidden_size=self._hidden_size, dtype=self._dtype, num_layers=num_layers
         )
@@ -495,8 +498,9 @@ class DataPlane:
                     self.rank_state.check_sites(hook, layers)
         except ValueError as error:  # it is steered all the same: its cached blocks say that they were
             self._fail(tracked, str(error), "capture_failed")
-        if self._place.tp == 0 and not tracked.reported:  # the ranks of a stage hold equal rows: one records
-            recordings = enumerate(Recording.of(capture, self._ports) for capture in spec.captures)
+        if not tracked.reported:  # the ranks of a stage hold equal rows: one records, unless all are needed
+            mine = [(number, capture) for number, capture in enumerate(spec.captures) if self._place.tp == 0 or capture.everywhere]
+            recordings = ((number, Recording.of(capture, self._ports)) for number, capture in mine)
             tracked.recordings = {number: recording for number, recording in recordings if recording is not None}
             for recording in tracked.recordings.values():
                 recording.stream = self._streams.of(spec, recording, request.max_tokens)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from ...schemas.specs import RankSpec, StoredCapture
 
-#: (hook, layer, at): one port of the model, over all pipeline stages.
-PortName = tuple[str, int, str]
+#: (hook, layer, at, kept on every rank of the stage): one port of the model, over all pipeline stages.
+PortName = tuple[str, int, str, bool]
 #: Different sets of ports kept for one block: a user who asks for other layers each time must not fill the store.
 PIECES = 4
 
@@ -40,9 +40,10 @@ class Keeping:
 class Wanted:
     """What a request captures: made once, used in every step of its prompt."""
 
-    def __init__(self, spec: RankSpec) -> None:
+    def __init__(self, spec: RankSpec, *, tensor_parallel: bool = False) -> None:
+        """`tensor_parallel`: a stage has several ranks, most of which keep only rows that are recorded on all of them."""
         self.prompt_tokens, self.lowest_captured = spec.prompt_tokens, spec.lowest_captured
-        self.captures = [(capture, _ports(capture)) for capture in spec.captures]
+        self.captures = [(capture, _ports(capture, tensor_parallel and capture.everywhere)) for capture in spec.captures]
 
 
 class _Piece(NamedTuple):
@@ -160,5 +161,5 @@ class RowIndex:
         self._dropped.append(piece.number)
 
 
-def _ports(capture: StoredCapture) -> frozenset[PortName]:
-    return frozenset((hook, layer, capture.at) for hook, layers in capture.sites.items() for layer in layers)
+def _ports(capture: StoredCapture, everywhere: bool) -> frozenset[PortName]:
+    return frozenset((hook, layer, capture.at, everywhere) for hook, layers in capture.sites.items() for layer in layers)

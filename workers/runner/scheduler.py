@@ -109,7 +109,7 @@ class _Midstream:
             asked = msgspec.convert(spec, RankSpec)
             self._midstream_ring.join(request.request_id, asked.captures, asked.prompt_tokens, request.max_tokens)
             if asked.lowest_captured >= 0:
-                self._midstream_capturing[request.request_id] = Wanted(asked)
+                self._midstream_capturing[request.request_id] = Wanted(asked, tensor_parallel=self.parallel_config.tensor_parallel_size > 1)  # type: ignore[attr-defined]
         if spec is not None and (spec.get("base") or spec.get("entry") is not None):
             touched, entry = max(spec.get("first_affected", -1), 0), spec.get("entry")
             self._midstream_bases[request.request_id] = Based(spec.get("base", ""), touched, entry["layer"] if entry else 0)

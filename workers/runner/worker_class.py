@@ -34,6 +34,7 @@ from .loras import Loras
 from .plane import DataPlane
 from .process import die_with_parent, threads_elsewhere
 from .quantisation import UnsupportedQuantisationError, quantisation_of, refuse_shared_scales
+from .readers import readers_of
 from .reentry import enters_above, install_gate
 from .sites import Sizes, install, read_between_layers, warm_up
 
@@ -109,11 +110,12 @@ class MidstreamWorker(PlatformWorker):
         warm_up(sites, buffers)
         place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group, stages=pp.world_size)
         enters = config.sweep_entry and not traced and "pre_attn" in hooks and enters_above(adapter)
-        self._found = msgspec.structs.replace(self._found, enters=enters)
+        readers, readings = readers_of(loaded, adapter, dtype=model.dtype, device=self.device, stages=pp.world_size)
+        self._found = msgspec.structs.replace(self._found, enters=enters, readings=readings)
         gate = install_gate(loaded, adapter) if enters else None
         with threads_elsewhere(set(config.cores)):
             self._plane = DataPlane(
-                config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate, loras=loras
+                config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate, loras=loras, readers=readers
             )  # fmt: skip
         self._plane.attends(self._found.attention)
         self._certified = adapter, hooks, traced

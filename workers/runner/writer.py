@@ -11,6 +11,7 @@ import msgspec
 
 from ...broker.artifacts.retention import Usage
 from ...broker.receipts.outbox import Outbox
+from ...schemas.readings import READER
 from ...schemas.receipts import CapturedFile, Consumed, Receipt
 from ...storage.store import open_store
 from .consumers import BUILT_IN, Logging, Memory, installed
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 GROUP_REQUESTS = 256
 GROUP_BYTES = 64 << 20
 #: If these fail, the capture has failed: its rows are nowhere. Failures of others only leave it incomplete.
-ESSENTIAL = frozenset({"filesystem", "memory"})
+ESSENTIAL = frozenset({"filesystem", "memory", READER})
 #: A message names at most this many positions, and is cut at this many characters.
 _POSITIONS, _MESSAGE = 16, 1000
 #: So much of the boot's id is in the names of segments: enough that two starts of a worker do not share any.
@@ -97,10 +98,11 @@ class Writer:
         memory_limit: int,
         fail_writes: Callable[[], bool] = lambda: False,
         begin: Callable[[], None] = lambda: None,
+        readings: Consumer | None = None,
     ) -> None:
         """`memory_limit`: bytes that the consumer `memory` puts into a receipt. `fail_writes`: tests only, writing fails while true.
 
-        `begin`: called first in each thread.
+        `begin`: called first in each thread. `readings`: the consumer of captures that are read; None: there is none.
         """
         self._begin = begin
         self._outbox = outbox
@@ -112,6 +114,8 @@ class Writer:
         self._diverted: Diversion | None = None
         self._lock = threading.Lock()
         self._shared: dict[str, Consumer] = {"memory": Memory(memory_limit), "logging": Logging(), **installed()}
+        if readings is not None:
+            self._shared[READER] = readings
         usage = Usage(store.store, store.quota)
         self._threads = [
             threading.Thread(target=self._run, args=(Filesystem(store, usage, i),), name=f"midstream-writer-{i}", daemon=True)
@@ -266,6 +270,11 @@ def _note(report: _Report, capture: FinishedCapture, by_name: Mapping[str, Outco
     for name, error in errors.items():
         logger.error("%s: consumer %s failed: %s", capture, name, error)
         fatal = name in ESSENTIAL or len(errors) == len(by_name)
+        if name == READER and capture.capture.reading is not None:
+            kind = capture.capture.reading.__struct_config__.tag
+            report.kind = "reading_failed" if not report.failed else report.kind
+            report.failed.append(f"{kind}: {error}")
+            continue
         (report.failed if fatal else report.missing).append(f"{capture.capture.tag}: consumer {name} failed: {error}")
     if capture.dropped:
         some = ", ".join(map(str, capture.dropped[:_POSITIONS])) + (", …" if len(capture.dropped) > _POSITIONS else "")
@@ -277,7 +286,12 @@ def _cut(message: str) -> str:
 
 
 def make_writer(
-    config: "PlaneConfig", rank: int, outbox: Outbox, fail_writes: Callable[[], bool], begin: Callable[[], None] = lambda: None
+    config: "PlaneConfig",
+    rank: int,
+    outbox: Outbox,
+    fail_writes: Callable[[], bool],
+    begin: Callable[[], None] = lambda: None,
+    readings: Consumer | None = None,
 ) -> Writer:
     """The writer of a rank, from its config."""
     store = StoreConfig(
@@ -287,4 +301,4 @@ def make_writer(
         segment_bytes=config.segment_mib << 20,
         quota=config.capture_quota_mib << 20,
     )
-    return Writer(store, outbox, config.writer_threads, config.memory_limit_kib << 10, fail_writes, begin)
+    return Writer(store, outbox, config.writer_threads, config.memory_limit_kib << 10, fail_writes, begin, readings)

@@ -1,0 +1,127 @@
+"""Resolution of readings: what a request wants computed from captured rows, as one capture per prompt and reading.
+
+A kind of reading is a row in `READINGS`. How much may come back is limited together with what the consumer `memory` returns.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ...schemas.errors import invalid
+from ...schemas.lens import LENS_HOOKS, LensSpec, NamedToken
+from ...schemas.models import ModelInfo
+from ...schemas.readings import READER, StoredLens
+from ...schemas.selectors import RequestedPositions, SelectorError, resolve_hook, resolve_layers
+from ...schemas.specs import StoredCapture
+from .captures import Bounds, apply_rules, one_hook, positions_of_each
+from .tokenizer import Codec, TooLong
+
+if TYPE_CHECKING:
+    from .request_parsing import ParsedRequest
+
+
+# --- The logit lens ------------------------------------------------------------------------------------------------------
+
+
+def _hook(spec: LensSpec, bounds: Bounds) -> str:
+    if resolve_hook(spec.hook) not in LENS_HOOKS:
+        raise SelectorError(f"rows of {spec.hook!r} do not go through the model's final norm; valid: {', '.join(LENS_HOOKS)}")
+    return one_hook(spec.hook, bounds)
+
+
+def _layers(spec: LensSpec, bounds: Bounds) -> list[int]:
+    return resolve_layers(spec.layers, bounds.model.num_layers)
+
+
+def _tokens(spec: LensSpec, bounds: Bounds) -> list[int]:
+    """Texts have become ids before."""
+    ids = [token for token in spec.tokens if isinstance(token, int)]
+    for index, token in enumerate(ids):
+        if token >= bounds.model.vocab_size:
+            raise SelectorError(f"token id {token} is outside the vocabulary; valid: 0 to {bounds.model.vocab_size - 1}", f"[{index}]")
+        if token in ids[:index]:
+            raise SelectorError(f"token {token} is named twice", f"[{index}]")
+    return ids
+
+
+def _top_k(spec: LensSpec, bounds: Bounds) -> int:
+    if spec.top_k > bounds.model.vocab_size:
+        raise SelectorError(f"{spec.top_k} exceeds the vocabulary's {bounds.model.vocab_size} tokens")
+    return spec.top_k
+
+
+LENS_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
+    ("hook", _hook),
+    ("layers", _layers),
+    ("positions", positions_of_each),
+    ("top_k", _top_k),
+    ("tokens", _tokens),
+)
+
+
+def _lens(spec: LensSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
+    made = apply_rules(LENS_RULES, spec, bounds, at)
+    reading = StoredLens(top_k=made["top_k"], tokens=made["tokens"])
+    return [
+        StoredCapture(sites={made["hook"]: made["layers"]}, positions=chosen, tag="", at=spec.at, consumers=[READER], reading=reading)
+        for chosen in made["positions"]
+    ]
+
+
+# --- All readings --------------------------------------------------------------------------------------------------------
+
+#: Field of a request → (kind of reading, as workers report it; one capture per prompt of what it asks).
+READINGS: dict[str, tuple[str, Callable[[Any, Bounds, str], list[StoredCapture]]]] = {"lens": ("lens", _lens)}
+
+
+def asked(parsed: "ParsedRequest") -> dict[str, Any]:
+    """Field → spec of each reading that a request asks for."""
+    return {field: spec for field in READINGS if (spec := getattr(parsed, field)) is not None}
+
+
+def resolve_readings(parsed: "ParsedRequest", bounds: Bounds) -> list[tuple[str, list[StoredCapture]]]:
+    """(Field, one capture per prompt) of each reading. Raises a 400 naming the field."""
+    found = []
+    for field, spec in asked(parsed).items():
+        kind, resolve = READINGS[field]
+        _check_served(kind, field, bounds.model)
+        found.append((field, resolve(spec, bounds, field)))
+    return found
+
+
+def _check_served(kind: str, field: str, model: ModelInfo) -> None:
+    why = model.readings.get(kind, "its workers run a version of Midstream without it")
+    if why:
+        raise invalid(field, f"{model.name} has none: {why}", allowed="omit it")
+
+
+def positions_asked(parsed: "ParsedRequest") -> list[tuple[str, RequestedPositions]]:
+    """(Field, positions) of each reading."""
+    return [(f"{field}.positions", spec.positions) for field, spec in asked(parsed).items()]
+
+
+async def with_token_ids(spec: LensSpec | None, codec: Codec) -> LensSpec | None:
+    """The lens with ids in place of texts. Raises a 400 naming the text that is not one token."""
+    if spec is None or all(isinstance(token, int) for token in spec.tokens):
+        return spec
+    texts = [token for token in spec.tokens if isinstance(token, str)]
+    try:
+        encoded = iter(await codec.encode(texts, special_tokens=False))
+    except TooLong as error:
+        raise invalid("lens.tokens", error.detail) from None
+    return msgspec.structs.replace(spec, tokens=[await _one(token, index, encoded, codec) for index, token in enumerate(spec.tokens)])
+
+
+async def _one(token: NamedToken, index: int, encoded: Any, codec: Codec) -> int:
+    if isinstance(token, int):
+        return token
+    ids: Sequence[int] = next(encoded)
+    if len(ids) == 1:
+        return ids[0]
+    _, pieces = await codec.decode(list(ids))
+    raise invalid(
+        f"lens.tokens[{index}]",
+        f"{token!r} is {len(ids)} tokens: {', '.join(map(repr, pieces[:8]))}",
+        allowed="a text that is one token, with its leading space, or a token id",
+    )

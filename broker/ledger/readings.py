@@ -1,0 +1,65 @@
+"""Joins what ranks computed of captured rows (`schemas.readings`) into results, prompt by prompt."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...schemas.readings import READER, LensPart, LensReading, part_decoder
+from ...schemas.receipts import Receipt
+
+
+def readings(ticket: Sequence[Receipt]) -> dict[str, list[Any]]:
+    """Field of a result → its readings, by prompt, of those whose parts have all arrived."""
+    of_one: dict[tuple[int, int, type], list[Any]] = defaultdict(list)
+    for told in ticket:
+        for made in told.consumed:
+            if made.name == READER and made.ok:
+                part = part_decoder.decode(made.rows)
+                of_one[told.request, part.capture, type(part)].append(part)
+    found: dict[str, list[Any]] = {}
+    for request, capture, kind in sorted(of_one, key=lambda key: key[:2]):
+        field, join = JOINS[kind]
+        parts = of_one[request, capture, kind]
+        if (joined := join(request, parts)) is not None:
+            found.setdefault(field, []).append(joined)
+    return found
+
+
+def join_lens(request: int, parts: Sequence[LensPart]) -> LensReading | None:
+    """The shards of a vocabulary as one; None while some are missing."""
+    if {part.shard for part in parts} != set(range(parts[0].shards)):
+        return None
+    first = parts[0]
+    shape = len(first.layers), len(first.positions)
+    total = np.logaddexp.reduce([_array(part.total, "<f4", shape).astype(np.float64) for part in parts])
+    ids = np.concatenate([_array(part.top, "<i4", (*shape, -1)) for part in parts], axis=-1)
+    logits = np.concatenate([_array(part.logits, "<f4", (*shape, -1)) for part in parts], axis=-1)
+    most = max((len(part.top) for part in parts), default=0) // (4 * max(1, shape[0] * shape[1]))
+    order = np.argsort(-logits, axis=-1, kind="stable")[..., :most]
+    named = (*shape, len(first.named))
+    own = np.max([_array(part.named_logits, "<f4", named) for part in parts], axis=0)
+    return LensReading(
+        request=request,
+        hook=first.hook,
+        layers=first.layers,
+        positions=first.positions,
+        token_ids=first.token_ids,
+        top_tokens=np.take_along_axis(ids, order, axis=-1).tolist(),
+        top_logprobs=(np.take_along_axis(logits, order, axis=-1) - total[..., None]).astype(np.float32).tolist(),
+        named_tokens=first.named,
+        named_ranks=np.sum([_array(part.above, "<i4", named) for part in parts], axis=0).tolist() if first.named else [],
+        named_logprobs=(own - total[..., None]).astype(np.float32).tolist() if first.named else [],
+    )
+
+
+def _array(raw: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    if shape[-1] == -1:
+        rows = shape[0] * shape[1]
+        shape = (*shape[:-1], len(raw) // (4 * rows) if rows else 0)
+    return np.frombuffer(raw, dtype=dtype).reshape(shape)
+
+
+#: Type of a part → the result's field, and how the parts of one reading are joined.
+JOINS: dict[type, tuple[str, Callable[[int, Sequence[Any]], Any]]] = {LensPart: ("lens", join_lens)}

@@ -1,0 +1,118 @@
+"""The end of a loaded model, callable beside its forward passes: final norm, output matrix, scale and soft cap, without collectives.
+
+A copy of the model's own modules that shares their weights. With the vocabulary sharded over ranks it gives this rank's shard.
+"""
+
+import copy
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from .sites import decoder, language_model
+
+if TYPE_CHECKING:
+    from .architectures import Adapter
+
+#: Names of the norm behind the last layer, beside the layers or beside what holds them.
+FINAL_NORM = re.compile(r"^(norm|norm_f|ln_f|final_norm|final_layer_?norm)$")
+
+
+class NoHeadError(Exception):
+    """The model has no end that can be called alone, with the reason."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of the vocabulary: token ids `[start, stop)`, the `number`th of `count`."""
+
+    start: int
+    stop: int
+    number: int
+    count: int
+
+
+class Head:
+    """What turns a row of the residual stream into logits of the next token, on this rank."""
+
+    def __init__(self, model: nn.Module, adapter: "Adapter", dtype: torch.dtype, device: torch.device) -> None:
+        """`dtype`: of the rows. Raises NoHeadError."""
+        root: Any = language_model(model)
+        self._norm = final_norm(root, decoder(model, adapter), adapter.hidden_size)
+        self.dtype, self.device = dtype, device
+        self._top, processor = _apart(root)
+        seen: list[Any] = []
+        apply_head = processor._apply_head
+
+        def noted(lm_head: Any, *args: Any) -> torch.Tensor:
+            seen.append(lm_head)
+            product: torch.Tensor = apply_head(lm_head, *args)
+            return product
+
+        processor._apply_head = noted
+        self._product(torch.zeros(1, adapter.hidden_size, dtype=dtype, device=device))
+        at = getattr(seen[0], "shard_indices", None) if seen else None
+        if at is None or at.num_added_elements:
+            raise NoHeadError("its logits do not come from one of vLLM's output matrices" if at is None else "its vocabulary was extended")
+        lm_head, processor._apply_head = seen[0], apply_head
+        if device.type == "cpu":  # vLLM's own product has buffers that the forward pass uses meanwhile
+            if "Unquantized" not in type(lm_head.quant_method).__name__:
+                raise NoHeadError("its output matrix is quantised, and the engine runs on a CPU")
+            processor._apply_head = partial(_linear, processor.head_dtype or dtype)
+        self.weight: torch.Tensor | None = getattr(lm_head, "weight", None)  # `[shard and padding, hidden]`
+        first = at.org_vocab_start_index
+        self.shard = Shard(first, at.org_vocab_end_index, first // lm_head.num_embeddings_per_partition, lm_head.tp_size)
+
+    def norm(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[rows, hidden]` as the output matrix reads them. `rows` may be written to."""
+        normed: torch.Tensor | tuple[torch.Tensor, ...] = self._norm(rows)
+        return normed[0] if isinstance(normed, tuple) else normed
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """float32 `[rows, shard]`: of this shard's tokens, in their order, without padding."""
+        return self._product(normed)[:, : self.shard.stop - self.shard.start].float()
+
+    def _product(self, normed: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = type(self._top).compute_logits(self._top, normed)
+        return logits
+
+
+def final_norm(root: nn.Module, layers: nn.Module, hidden_size: int) -> nn.Module:
+    """The norm behind the last layer. `layers`: what holds them. Raises NoHeadError unless there is exactly one."""
+    path = next(name for name, module in root.named_modules() if module is layers).split(".")
+    holders = [root.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
+    found = {id(child): child for holder in holders for name, child in holder.named_children() if FINAL_NORM.search(name)}
+    fitting = [norm for norm in found.values() if all(each.shape[-1] == hidden_size for each in norm.parameters())]
+    if len(fitting) != 1:
+        raise NoHeadError(f"{len(fitting) or 'no'} final norms were found beside the decoder layers")
+    return fitting[0]
+
+
+def _apart(root: Any) -> tuple[nn.Module, Any]:
+    """A shallow copy of the model whose `compute_logits` calls no other rank, and the copy's logits processor."""
+    processor = getattr(root, "logits_processor", None)
+    processor = getattr(processor, "base_layer", processor)  # with adapters served: those that change the output matrix are refused
+    if not hasattr(processor, "_apply_head") or not hasattr(processor, "_gather_logits"):
+        raise NoHeadError("it has no logits processor of vLLM's")
+    top, processor = _copied(root), _copied(processor)
+    processor._gather_logits = lambda logits: logits
+    top.__dict__.pop("compute_logits", None)  # what grading and certification put there
+    top._modules["logits_processor"] = processor
+    return top, processor
+
+
+def _linear(head_dtype: torch.dtype, lm_head: Any, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product with an output matrix that is not quantised."""
+    return functional.linear(rows.to(head_dtype), lm_head.weight.to(head_dtype), bias.to(head_dtype) if bias is not None else None)
+
+
+def _copied(module: Any) -> Any:
+    """A module of its own with the same parameters, buffers and children."""
+    twin = copy.copy(module)
+    twin.__dict__ = dict(module.__dict__)
+    twin.__dict__["_modules"] = dict(module._modules)
+    return twin

@@ -1,0 +1,30 @@
+"""The readers of a rank: for each kind of reading what computes it on the loaded model, or why nothing does."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ...schemas.readings import StoredLens
+from .head import Head, NoHeadError
+from .lens import Lens
+from .readings import Reader
+
+if TYPE_CHECKING:
+    from .architectures import Adapter
+
+_STAGES = "the output matrix is on the last pipeline stage alone, out of reach of the layers of other stages"
+
+
+def readers_of(
+    model: nn.Module, adapter: "Adapter", *, dtype: torch.dtype, device: torch.device, stages: int
+) -> tuple[dict[type, Reader], dict[str, str]]:
+    """(Type of reading → its reader, kind of reading → why there is none; empty: it is served)."""
+    try:
+        if stages > 1:
+            raise NoHeadError(_STAGES)
+        with torch.inference_mode():
+            head = Head(model, adapter, dtype, device)
+    except Exception as error:  # an unusual model is served without a lens
+        return {}, {"lens": str(error) or type(error).__name__}
+    return {StoredLens: Lens(head)}, {"lens": ""}
