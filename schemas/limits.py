@@ -93,6 +93,8 @@ MAX_SPANS = 4096  # of a pair
 MAX_ANSWER_TEXT = 4096
 MAX_ANSWER_TOKENS = 32  # each costs every cell another forward pass
 MAX_NOISE = 64
+MAX_NEURON_COLUMNS = 256  # columns of the axis `neuron`
+MAX_NEURONS = 4096  # neurons of a column of the axis `neuron` that are chosen by rank
 
 # --- Keys, webhooks, listings ----------------------------------------------------------------------------------------------
 

@@ -338,6 +338,22 @@ class SteeringRow(Record):
 
 #: A mask that leaves out no dimension; needs no bytes.
 ONES = "ones"
+#: So do those that list their dimensions: `dims:0-63,100`.
+DIMS_PREFIX = "dims:"
+
+
+def dims_name(dims: str) -> str:
+    """The name of a mask of 1 at these dimensions (of the whole row, as `as_ranges` writes them) and 0 elsewhere."""
+    return DIMS_PREFIX + dims.replace(" ", "")
+
+
+def dims_named(name: str) -> list[range]:
+    """The inverse of `dims_name`. Raises ValueError for an invalid name."""
+    found = []
+    for part in name.removeprefix(DIMS_PREFIX).split(","):
+        first, _, last = part.partition("-")
+        found.append(range(int(first), int(last or first) + 1))
+    return found
 
 
 def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:

@@ -12,6 +12,8 @@ from .limits import (
     MAX_ANSWER_TEXT,
     MAX_ANSWER_TOKENS,
     MAX_HOOKS,
+    MAX_NEURON_COLUMNS,
+    MAX_NEURONS,
     MAX_NOISE,
     MAX_PAIRS,
     MAX_POSITIONS,
@@ -39,10 +41,16 @@ Ablation = Literal["zeros", "mean"]
 Alignment = Literal["auto", "left", "right"]
 
 
+#: What the columns of a grid are. `position`: a token each, or a span. `together`: one, all positions at once. `head`: a head each, at
+#: all positions at once. `head_position`: a head at a position (or span) each. `neuron`: some dimensions each, at all positions at once.
+Axis = Literal["position", "together", "head", "head_position", "neuron"]
+HEAD_AXES: frozenset[Axis] = frozenset({"head", "head_position"})
+
 #: What is expected after a prompt.
 Answer = Annotated[str, msgspec.Meta(max_length=MAX_ANSWER_TEXT)] | Annotated[list[Index], msgspec.Meta(max_length=MAX_ANSWER_TOKENS)]
 
 
+TopCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_NEURONS)]
 #: (clean, corrupt) positions.
 Counterparts = Annotated[list[tuple[Place, Place]], msgspec.Meta(max_length=MAX_POSITIONS)]
 Hooks = Annotated[list[HookName], msgspec.Meta(min_length=1, max_length=MAX_HOOKS)]
@@ -77,6 +85,20 @@ class PatchWindow(Record):
     positions: Count = 1
 
 
+class Neurons(Record):
+    """Columns of axis `neuron`: exactly one of these. With `top` and `each`, a pair's cell takes the dimensions in which the rows of its
+    two prompts differ most: by |clean − corrupt|, summed over the cell's positions, at its own hook and layer.
+    """
+
+    top: Annotated[list[TopCount], msgspec.Meta(min_length=1, max_length=MAX_NEURON_COLUMNS)] | None = None  # so many at once
+    each: Annotated[int, msgspec.Meta(ge=1, le=MAX_NEURON_COLUMNS)] | None = None  # the first so many, one by one
+    sets: Annotated[list[DimensionSelector], msgspec.Meta(min_length=1, max_length=MAX_NEURON_COLUMNS)] | None = None  # these dimensions
+
+    def __post_init__(self) -> None:
+        if sum(given is not None for given in (self.top, self.each, self.sets)) != 1:
+            raise ValueError("neurons must be exactly one of top, each and sets")
+
+
 class SweepRequest(Adapted, kw_only=True):
     """Body of `POST /v1/sweeps`."""
 
@@ -84,7 +106,10 @@ class SweepRequest(Adapted, kw_only=True):
     pairs: Annotated[list[SweepPair], msgspec.Meta(min_length=1, max_length=MAX_PAIRS)]
     hooks: Hooks = msgspec.field(default_factory=lambda: ["post_block"])
     layers: LayerSelector = "all"
-    positions: RequestedPositions = "all_prompt"  # of the prompt that is patched; one column each
+    positions: RequestedPositions = "all_prompt"  # of the prompt that is patched
+    axis: Axis = "position"
+    heads: DimensionSelector | None = None  # of the axes `head` and `head_position`; null: all
+    neurons: Neurons | None = None  # of the axis `neuron`
     window: PatchWindow = PatchWindow()
     metric: Metric = "recovered"
     direction: Direction = "denoise"
@@ -102,6 +127,15 @@ class Column(Record):
     label: str  # the token's text, or the span's name
     places: list[tuple[int, int]]  # empty: it is skipped
     reason: str = ""  # why it is skipped
+    head: int = -1  # −1: no column of a head
+    dims: str = ""  # that are written, such as `64-127`; empty: all, but for `ranks`
+    ranks: tuple[int, int] | None = (
+        None  # of the dimensions by how far the prompts differ, from 0 up to but not including: those are written
+    )
+
+    @property
+    def masked(self) -> bool:
+        return bool(self.dims) or self.ranks is not None
 
 
 class StoredPair(Record):
@@ -137,6 +171,7 @@ class StoredSweep(Record):
     alpha: float = 1.0
     mask: str = ""  # content hash of the mask, see `StoredSteering.tensors`; empty: none
     noise: int = 8
+    axis: Axis = "position"
 
     @property
     def num_columns(self) -> int:
@@ -163,6 +198,10 @@ class Unit(NamedTuple):
     column: int = 0
 
 
+#: Of the dimensions that a cell wrote by their rank, results list so many.
+SHOWN_NEURONS = 16
+
+
 class UnitRecord(Record):
     """Record of a unit: stored in the ledger once every rank has confirmed it."""
 
@@ -172,6 +211,7 @@ class UnitRecord(Record):
     foil_logprob: float | None = None
     reason: str = ""  # why there is no value
     attempt: int = 0
+    neurons: list[int] = []  # that the worker chose, the first `SHOWN_NEURONS`
     receipts: list[Receipt] = []  # of `base` and `source`: where their captured rows are, and what the ranks said
 
 
@@ -199,6 +239,10 @@ class PairResult(Record):
     positions: list[list[int]] = []  # of the columns, in the patched prompt; of one that is skipped: none
     noise_probes: int = 0  # number of patches of which `noise_floor` is the largest change; 0: an older server
     sources: list[list[int]] = []  # whose rows are written there, in the other prompt, in the same order; in an ablation: none
+    heads: list[int] = []  # of the columns, on the axes of heads
+    neurons: dict[
+        Hook, list[list[list[int]]]
+    ] = {}  # `[layers][columns]`: what was chosen by rank, at most `SHOWN_NEURONS`, strongest first
 
 
 class Skipped(Record):
@@ -241,6 +285,7 @@ class SweepResult(Record):
     spread: dict[Hook, list[list[float | None]]]
     skipped: list[Skipped]
     summary: SweepSummary
+    axis: Axis = "position"
 
 
 class SweepStart(Record):
@@ -255,6 +300,7 @@ class SweepStart(Record):
     total: int  # cells
     skipped: list[Skipped]  # known beforehand
     notes: list[list[str]]  # of each pair
+    axis: Axis = "position"
 
 
 class SweepCell(Record):
@@ -269,3 +315,4 @@ class SweepCell(Record):
     logprob: float | None = None
     foil_logprob: float | None = None
     reason: str = ""
+    neurons: list[int] = []  # as in `PairResult.neurons`

@@ -77,7 +77,7 @@ def room_of_cell(sweep: StoredSweep) -> Room:
 
     (Cells of an ablation take less. The patches that change nothing, to see how far values scatter, do not.)
     """
-    each = sweep.window.layers * (2 if sweep.mask else 1)
+    each = sweep.window.layers * (2 if sweep.mask or any(column.masked for column in sweep.pairs[0].columns) else 1)
     widest, window = 0, sweep.window.positions
     for pair in sweep.pairs:
         before = [0, *accumulate(len(column.places) for column in pair.columns)]  # places of the columns before each, and of all
@@ -101,7 +101,8 @@ def _check_room(sweep: StoredSweep, model: ModelInfo, global_steering: GlobalSte
 def _check_capture(sweep: StoredSweep, model: ModelInfo, settings: Settings) -> None:
     """Rows that a prompt's token gives must fit the capture buffer."""
     hooks = {*sweep.hooks}
-    of_base = hooks if sweep.ablation == "mean" else {sweep.hooks[0]}
+    ranked = any(column.ranks is not None for column in sweep.pairs[0].columns)
+    of_base = hooks if sweep.ablation == "mean" or ranked else {sweep.hooks[0]}
     if settings.sweep_entry and "pre_attn" in model.hooks:  # what forwards go on from that begin at the layer that is patched
         of_base = of_base | {"pre_attn"}
     sites = len(sweep.layers) * max(len(of_base), 0 if sweep.ablation else len(hooks))

@@ -36,6 +36,7 @@ from .captures import Bounds, one_hook
 from .continuations import Continuation, ReadPrompt, continue_prompts
 from .patches import mask_tensor
 from .steering import NO_POSITION
+from .sweep_columns import Part, columns_on, parts_of
 from .sweep_limits import check_limits, too_many_cells
 from .sweep_prompts import read_prompts
 from .tokenizer import Codec
@@ -81,12 +82,13 @@ async def plan_sweep(
     layers = _numbers("layers", request.layers, model.num_layers)
     blobs: dict[str, bytes] = {}
     mask = _mask(request, model, blobs)
+    parts = parts_of(request, hooks, model)
     pairs = await _read_pairs(request, model, codec)
     answers = await _continue_pairs(request, pairs, model, codec)
-    stored = await anyio.to_thread.run_sync(_store_pairs, request, pairs, answers, settings.sweep_cells)
+    stored = await anyio.to_thread.run_sync(_store_pairs, request, pairs, answers, parts, settings.sweep_cells)
     sweep = StoredSweep(
         pairs=stored, hooks=hooks, layers=layers, metric=request.metric, direction=request.direction, ablation=request.ablation,
-        window=request.window, alpha=request.alpha, mask=mask, noise=request.noise,
+        window=request.window, alpha=request.alpha, mask=mask, noise=request.noise, axis=request.axis,
     )  # fmt: skip
     check_limits(sweep, model, settings, global_steering)
     return Planned(sweep, blobs)
@@ -222,19 +224,21 @@ async def _continue_pairs(request: SweepRequest, pairs: Sequence[_Pair], model: 
 # --- Columns ------------------------------------------------------------------------------------------------------------------
 
 
-def _store_pairs(request: SweepRequest, pairs: Sequence[_Pair], answers: dict[str, Continuation], limit: int) -> list[StoredPair]:
+def _store_pairs(
+    request: SweepRequest, pairs: Sequence[_Pair], answers: dict[str, Continuation], parts: Sequence[Part], limit: int
+) -> list[StoredPair]:
     _check_cost(request, pairs, limit)
     stored: list[StoredPair] = []
     columns = 0
     for pair in pairs:
-        stored.append(_store_pair(request, pair, answers))
+        stored.append(_store_pair(request, pair, answers, parts))
         columns += len(stored[-1].columns)
         if columns > limit:  # and each column is a cell in every layer: the rest is not made
             raise too_many_cells(f"more than {limit} cells", limit)
     return stored
 
 
-def _store_pair(request: SweepRequest, pair: _Pair, answers: dict[str, Continuation]) -> StoredPair:
+def _store_pair(request: SweepRequest, pair: _Pair, answers: dict[str, Continuation], parts: Sequence[Part]) -> StoredPair:
     notes: list[str] = []
     aligned = _aligned(request, pair)
     if aligned is not None:
@@ -243,6 +247,7 @@ def _store_pair(request: SweepRequest, pair: _Pair, answers: dict[str, Continuat
     if not any(column.places for column in columns):
         field = f"{pair.at}.{'spans' if pair.asked.spans is not None else 'positions'}"
         raise invalid(field, f"contains nothing that can be patched: {columns[0].label!r}: {columns[0].reason}")
+    columns = columns_on(request, columns, parts)
     answer, foil = answers.get(f"{pair.at}.answer"), answers.get(f"{pair.at}.foil")
     notes += [found.note for found in (answer, foil) if found is not None and found.note]
     if request.metric == "kl" and answer is not None and len(answer.ids) > 1:

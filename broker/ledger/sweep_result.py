@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ...schemas.selectors import Hook
 from ...schemas.sweep_units import Units
 from ...schemas.sweeps import (
+    HEAD_AXES,
     Baseline,
     PairResult,
     Skipped,
@@ -47,6 +48,7 @@ def sweep_result(sweep: StoredSweep, records: Records, seconds: float | None) ->
         spread=spread,
         skipped=_skipped(sweep, records),
         summary=sweep_summary(sweep, records, seconds),
+        axis=sweep.axis,
     )
 
 
@@ -86,6 +88,7 @@ def sweep_start(sweep: StoredSweep) -> SweepStart:
         total=sweep.num_cells,
         skipped=skipped,
         notes=[pair.notes for pair in sweep.pairs],
+        axis=sweep.axis,
     )
 
 
@@ -101,17 +104,30 @@ def sweep_cell(sweep: StoredSweep, unit: Unit, record: UnitRecord) -> SweepCell:
         logprob=record.logprob,
         foil_logprob=record.foil_logprob,
         reason=record.reason,
+        neurons=record.neurons,
     )
 
 
 def _grids(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, Grid]:
+    return {hook: [[_value(records.get(number)) for number in row] for row in rows] for hook, rows in _numbers(sweep, pair).items()}
+
+
+def _neurons(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, list[list[list[int]]]]:
+    """What was chosen by rank; empty on other axes."""
+    if all(column.ranks is None for column in sweep.pairs[pair].columns):
+        return {}
+    return {
+        hook: [[record.neurons if (record := records.get(number)) else [] for number in row] for row in rows]
+        for hook, rows in _numbers(sweep, pair).items()
+    }
+
+
+def _numbers(sweep: StoredSweep, pair: int) -> dict[Hook, list[range]]:
+    """The numbers of a pair's cells, `[layers][columns]`."""
     width, layers = sweep.num_columns, len(sweep.layers)
     first = Units(sweep).first_cell + pair * len(sweep.hooks) * layers * width
     return {
-        hook: [
-            [_value(records.get(start + column)) for column in range(width)]
-            for start in range(first + place * layers * width, first + (place + 1) * layers * width, width)
-        ]
+        hook: [range(start, start + width) for start in range(first + place * layers * width, first + (place + 1) * layers * width, width)]
         for place, hook in enumerate(sweep.hooks)
     }
 
@@ -147,6 +163,8 @@ def _pair_result(sweep: StoredSweep, records: Records, pair: int, grids: dict[Ho
         noise_probes=sum(_value(records.get(unit.number)) is not None for unit in units.noise(pair)),
         grids=grids,
         notes=stored.notes,
+        heads=[column.head for column in stored.columns] if sweep.axis in HEAD_AXES else [],
+        neurons=_neurons(sweep, records, pair),
     )
 
 

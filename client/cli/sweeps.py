@@ -46,6 +46,14 @@ def sweep(
     positions: Annotated[
         str | None, typer.Option(help="Of the patched prompt: all_prompt (default), 0,5,-1, 5:9, or 5: (from 5 on).", **CELLS)
     ] = None,
+    axis: Annotated[str | None, typer.Option(help="Columns: position (default), together, head, head_position or neuron.", **CELLS)] = None,
+    heads: Annotated[str | None, typer.Option(help="Of axis head and head_position: all (default), 3, 0-5, or 0-5,-1.", **CELLS)] = None,
+    neurons: Annotated[
+        str | None,
+        typer.Option(
+            metavar="top:1,4,16|each:8|0-3/7", help="Of axis neuron: the first by difference, together or one by one; or sets.", **CELLS
+        ),
+    ] = None,
     span: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=TEXT[|TEXT]", help="Tokens patched together: in both prompts, or clean|corrupt; repeatable.", **CELLS),
@@ -88,6 +96,7 @@ def sweep(
                 {
                     "model": model, **options.sweep_sites(hooks, layers),
                     "positions": positions and options.parse_positions(positions), "window": window and parse_window(window),
+                    "axis": axis, "heads": heads and options.parse_layers(heads), "neurons": neurons and parse_neurons(neurons),
                     "metric": metric, "direction": direction, "ablation": ablation, "alignment": alignment, "alpha": alpha,
                     "mask": mask and options.parse_layers(mask),
                     "noise": noise, **handling,
@@ -151,6 +160,16 @@ def parse_window(text: str) -> dict[str, int]:
     if len(parts) > 2 or not all(part.isdecimal() for part in parts):
         raise invalid("--window", f"{text!r} is not valid", allowed="a number of layers, or LAYERSxPOSITIONS such as 3x1")
     return dict(zip(("layers", "positions"), map(int, parts), strict=False))
+
+
+def parse_neurons(text: str) -> dict[str, Any]:
+    """`top:1,4,16`, `each:8`, or sets such as `0-3/7`: the fields of `Neurons`. Raises MidstreamError naming `--neurons`."""
+    kind, colon, numbers = text.partition(":")
+    if not colon:
+        return {"sets": text.split("/")}
+    if (kind == "top" and all(part.isdecimal() for part in numbers.split(","))) or (kind == "each" and numbers.isdecimal()):
+        return {"top": [int(part) for part in numbers.split(",")]} if kind == "top" else {"each": int(numbers)}
+    raise invalid("--neurons", f"{text!r} is not valid", allowed="top:1,4,16, each:8, or sets of dimensions such as 0-3/7")
 
 
 def parse_span(text: str) -> dict[str, Any]:

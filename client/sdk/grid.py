@@ -9,7 +9,7 @@ import numpy as np
 
 from ...schemas.errors import invalid
 from ...schemas.selectors import ALIASES, Hook
-from ...schemas.sweeps import Baseline, Metric, PairResult, SweepResult
+from ...schemas.sweeps import Axis, Baseline, Metric, PairResult, SweepResult
 
 #: What the numbers of a grid are.
 MEANING: dict[Metric, str] = {
@@ -36,6 +36,8 @@ class Effect(NamedTuple):
     positions: list[int]  # in the patched prompt; of a mean over pairs: in the first one
     value: float  # in the metric's units
     effect: float  # value less that of the prompt as it is
+    head: int = -1  # −1: on an axis without heads
+    neurons: tuple[int, ...] = ()  # that were chosen by their rank, the strongest first; of one pair
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class Grid:
     base: float  # the patched prompt as it is, in the metric's units
     noise_floor: float | None
     noise_probes: int  # patches that change nothing, of which it is the largest change; 0: not known
+    axis: Axis
+    heads: list[int]  # of the columns; empty on an axis without
+    neurons: dict[Hook, list[list[list[int]]]]  # of one pair's cells, what was chosen by rank
     resolution: float  # the least change that the metric's float32 log-probabilities can show
 
     @property
@@ -79,7 +84,18 @@ class Grid:
                 yield Effect(
                     hook, self.layers[row], column, self.labels[column], self.positions[column],
                     float(self.values[hook][row, column]), float(self.effects[hook][row, column]),
+                    self.heads[column] if self.heads else -1,
+                    tuple(self.neurons[hook][row][column]) if hook in self.neurons else (),
                 )  # fmt: skip
+
+    def by_head(self, hook: Hook | None = None) -> np.ndarray:
+        """Values by head: `[layers, heads]` on axis `head`, `[layers, heads, positions]` on axis `head_position`, NaN where a cell has
+        none. `hook`: the only one, unless there are several. Raises MidstreamError for other axes.
+        """
+        if not self.heads:
+            raise invalid("axis", f"a grid of axis {self.axis!r} has no heads", allowed="a sweep of axis head or head_position")
+        values, heads = self.values[hook or self.hooks[0]], len(dict.fromkeys(self.heads))
+        return values if self.axis == "head" else values.reshape(len(self.layers), heads, -1)
 
     def top(self, count: int) -> list[Effect]:
         """The cells that change most, the strongest first."""
@@ -107,6 +123,9 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
         base=float(np.mean(known)) if (known := bases[~np.isnan(bases)]).size else float("nan"),  # without one there are no values
         noise_floor=max(floors, default=None),
         noise_probes=sum(each.noise_probes for each in chosen),
+        axis=result.axis,
+        heads=chosen[0].heads,
+        neurons=chosen[0].neurons if len(chosen) == 1 else {},
         resolution=max((_resolution(result.metric, each) for each in chosen), default=0.0),
     )
 
@@ -120,7 +139,7 @@ def records(result: SweepResult) -> list[dict[str, Any]]:
     for number, pair in enumerate(result.pairs):
         base, positions = _base(result.metric, pair.base), _positions(pair)
         for hook in result.hooks:
-            for layer, row in zip(result.layers, pair.grids[hook], strict=True):
+            for row_number, (layer, row) in enumerate(zip(result.layers, pair.grids[hook], strict=True)):
                 for column, value in enumerate(row):
                     found.append(
                         {
@@ -128,6 +147,8 @@ def records(result: SweepResult) -> list[dict[str, Any]]:
                             "positions": positions[column], "value": value,
                             "effect": None if value is None or math.isnan(base) else value - base,
                             "reason": reasons.get((number, hook, layer, column), ""),
+                            **({"head": pair.heads[column]} if pair.heads else {}),
+                            **({"neurons": pair.neurons[hook][row_number][column]} if hook in pair.neurons else {}),
                         }
                     )  # fmt: skip
     return found

@@ -16,7 +16,7 @@ import msgspec
 from ...schemas.base import Record, from_json, to_json
 from ...schemas.errors import MidstreamError, invalid, misfit
 from ...schemas.selectors import HookName, LayerSelector
-from ...schemas.sweeps import PairResult, PairSpan, PatchWindow, SweepPair, SweepRequest, SweepResult
+from ...schemas.sweeps import HEAD_AXES, PairResult, PairSpan, PatchWindow, SweepPair, SweepRequest, SweepResult
 from ...schemas.version import __version__
 from .. import values
 from ..render import heatmap, notebook
@@ -205,7 +205,12 @@ class _Study:
                 clean_first = result.direction == "noise"
                 own["alignment"] = [(place, other) if clean_first else (other, place) for place, other in places]
             pairs.append(msgspec.structs.replace(pair, **own))
-        asked = _fields(last) | {"window": PatchWindow(), "hooks": hooks or last.hooks, "layers": last.layers if layers is None else layers}
+        axis = _closer_axis(result, columns)
+        asked = (
+            _fields(last)
+            | axis
+            | {"window": PatchWindow(), "hooks": hooks or last.hooks, "layers": last.layers if layers is None else layers}
+        )
         return pairs, {name: value for name, value in asked.items() if name not in ("model", "pairs", "positions")} | fields
 
 
@@ -252,8 +257,8 @@ class PatchStudy(_Study):
         progress: bool | sweeps.Progress = True,
         **fields: Any,
     ) -> Self:
-        """Ask, wait, and keep the result; returns the study. `fields`: hooks, layers, positions, metric, window, direction,
-        ablation, alignment, alpha, mask, noise, as in `POST /v1/sweeps`. `spans`: columns of several tokens, for all pairs.
+        """Ask, wait, and keep the result; returns the study. `fields`: hooks, layers, positions, axis, heads, neurons, metric, window,
+        direction, ablation, alignment, alpha, mask, noise, as in `POST /v1/sweeps`. `spans`: columns of several tokens, for all pairs.
 
         `progress`: True: a bar on a terminal or in a notebook; or a callable that gets every event of the sweep.
         """
@@ -374,6 +379,17 @@ def _around(cell: Effect, result: SweepResult) -> Region:
     last = max(result.layers[min(place + 1, len(result.layers) - 1)], cell.layer + reach)
     layers = range(max(first, result.layers[0]), min(last, result.layers[-1]) + 1)
     return Region(hooks=[cell.hook], layers=list(layers), columns=[cell.column])
+
+
+def _closer_axis(result: SweepResult, columns: Sequence[str | int] | None) -> dict[str, Any]:
+    """The axis of a closer look at these columns, and its fields: positions one by one, of heads those that the columns are of."""
+    if result.axis == "neuron":
+        raise invalid("axis", "a sweep over neurons has no closer look", allowed="sweep(axis='neuron', neurons={'sets': …})")
+    if result.axis not in HEAD_AXES:
+        return {"axis": "position"}
+    found = result.pairs[0]
+    numbers = range(len(found.labels)) if columns is None else [_column(found.labels, wanted) for wanted in columns]
+    return {"axis": "head_position", "heads": sorted({found.heads[number] for number in numbers})}
 
 
 def _places(found: PairResult, columns: Iterable[int]) -> list[tuple[int, int]]:

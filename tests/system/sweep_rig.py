@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 
@@ -16,11 +17,14 @@ from midstream.broker.ledger.settlement import Settler
 from midstream.broker.ledger.steering import Steering
 from midstream.broker.ledger.sweeps import Sweeps
 from midstream.broker.receipts.relay import Relay
-from midstream.schemas.base import now
+from midstream.schemas.base import now, to_msgpack
 from midstream.schemas.jobs import Job, Sampling
+from midstream.schemas.selectors import as_ranges
 from midstream.schemas.settings import Settings
+from midstream.schemas.source_runs import RunRow, row_name, run_key
+from midstream.schemas.specs import dims_name
 from midstream.schemas.sweep_units import Units
-from midstream.schemas.sweeps import Column, StoredPair, StoredSweep, SweepResult, UnitRecord
+from midstream.schemas.sweeps import Column, StoredPair, StoredSweep, SweepResult, Unit, UnitRecord
 from midstream.workers.fake.engine import FakeEngine
 from midstream.workers.fake.grades import Edit, expected_divergence, expected_logprob, own_row, replaced
 from midstream.workers.fake.model import NUM_LAYERS, make_tokenizer
@@ -63,13 +67,30 @@ def sweep(*pairs: StoredPair, **changes: Any) -> StoredSweep:
     return StoredSweep(**(fields | changes))
 
 
-def cell_edits(asked: StoredSweep, units: Units, number: int) -> list[Edit]:
+def mask_of(asked: StoredSweep, unit: Unit) -> str:
+    """The name of what a cell writes of a row; empty: all."""
+    column, stored = asked.pairs[unit.pair].columns[unit.column], asked.pairs[unit.pair]
+    if column.ranks is None:
+        return dims_name(column.dims) if column.dims else ""
+    hook, layer = asked.hooks[unit.hook], asked.layers[unit.layer]
+    distance = sum(abs(own_row(hook, layer, to, stored.base) - own_row(hook, layer, of, stored.source)) for to, of in column.places)
+    chosen = np.argsort(-np.asarray(distance, np.float64), kind="stable")[slice(*column.ranks)].tolist()
+    return dims_name(as_ranges(chosen))
+
+
+def cell_edits(asked: StoredSweep, units: Units, number: int, job: str = "") -> list[Edit]:
     """What the patches of a cell write, worked out here."""
     unit = units.cell(number)
     assert unit is not None
     stored, hook = asked.pairs[unit.pair], asked.hooks[unit.hook]
     layers, places = units.patched(unit)
-    found = []
+    found: list[Edit] = []
+    if mask := mask_of(asked, unit):
+        source = run_key(job, units.request(units.source(unit.pair), 0), "source")
+        for (to, of), layer in itertools.product(places, layers):
+            names = [row_name(RunRow(source, hook, layer, of)), mask]
+            found.append((hook, layer, to, to_msgpack(("replace_masked", names, [asked.alpha], 1.0))))
+        return found
     for layer, (to, of) in itertools.product(layers, places):
         if asked.ablation == "zeros":
             row = own_row(hook, layer, to, stored.base) * 0
@@ -90,7 +111,7 @@ def difference(token_ids: list[int], edits: list[Edit], stored: StoredPair) -> f
     return answer_logprob(token_ids, edits, stored.answer) - answer_logprob(token_ids, edits, stored.foil)
 
 
-def check_grid(asked: StoredSweep, result: SweepResult, lost: dict[int, str] | None = None) -> None:
+def check_grid(asked: StoredSweep, result: SweepResult, lost: dict[int, str] | None = None, job: str = "") -> None:
     """Every cell has the value that its patches give, or none and the reason: those of `lost`, and skipped columns."""
     units, lost = Units(asked), lost or {}
     skipped = {(s.pair, s.hook, layer, s.column): s.reason for s in result.skipped for layer in s.layers}
@@ -107,7 +128,7 @@ def check_grid(asked: StoredSweep, result: SweepResult, lost: dict[int, str] | N
             assert value is None
             assert lost[number] in skipped.pop(place)
             continue
-        edits = cell_edits(asked, units, number)
+        edits = cell_edits(asked, units, number, job)
         if asked.metric == "kl":
             clean = stored.source if asked.direction == "denoise" and asked.ablation is None else stored.base
             expected = expected_divergence((clean, []), (stored.base, edits))

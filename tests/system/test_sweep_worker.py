@@ -118,6 +118,22 @@ def test_metrics_directions_and_ablations_give_their_values(stack: Stack, change
     check_grid(asked, result_of(stack, job_id))
 
 
+def test_cells_by_neurons_write_those_in_which_the_prompts_differ_most(stack: Stack) -> None:
+    """By rank and by name, and the result says which were chosen."""
+    places = [(place, place) for place in range(4)]
+    parts: list[dict[str, Any]] = [{"ranks": (0, 1)}, {"ranks": (0, 5)}, {"dims": "0-2, 7"}]
+    made = pair(columns=[Column(label=f"c{number}", places=places, **part) for number, part in enumerate(parts)])
+    asked = sweep(made, axis="neuron", hooks=["post_block", "mlp_out"])
+    job_id = submit(stack, asked)
+    assert stack.wait(job_id).error is None
+    result = result_of(stack, job_id)
+    check_grid(asked, result, job=job_id)
+    assert result.axis == "neuron"
+    for rows in result.pairs[0].neurons.values():
+        assert [[len(chosen) for chosen in row] for row in rows] == [[1, 5, 0]] * len(asked.layers)
+        assert all(row[0] == row[1][:1] for row in rows)
+
+
 def test_an_answer_of_several_tokens_is_asked_token_by_token(stack: Stack) -> None:
     asked = sweep(pair(answer="Paris", foil="Pisa"), metric="recovered", layers=[1, 3])
     job_id = submit(stack, asked)

@@ -12,7 +12,7 @@ import msgspec
 from ...schemas.base import to_msgpack
 from ...schemas.settings import Settings
 from ...schemas.source_runs import ZEROS, RunFiles, is_row, parse_row
-from ...schemas.specs import RankSpec, StoredSteering, steering_rows
+from ...schemas.specs import DIMS_PREFIX, RankSpec, StoredSteering, steering_rows
 from ...schemas.steering import GlobalSteering, SteeringTemplate
 from ...schemas.tensors import Tensor
 from ..runner.actions import ActionLedger, Kind
@@ -235,7 +235,7 @@ class FakeRank:
     def _fits(self, entries: list[SteeringTemplate] | list[StoredSteering]) -> Answer:
         for entry in entries:
             for name, shape in zip(entry.tensors, entry.shapes(HIDDEN_SIZE), strict=True):
-                if name == ZEROS:
+                if name == ZEROS or name.startswith(DIMS_PREFIX):
                     continue
                 if is_row(name):
                     if lacking := self._lacks(name):

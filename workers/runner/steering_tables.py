@@ -8,7 +8,7 @@ import torch
 from ...kernels.plan import Does, does_of, laid_out
 from ...schemas.interventions import FAMILIES, PLACE
 from ...schemas.source_runs import ZEROS, is_row
-from ...schemas.specs import ONES, SteeringRow, StoredSteering
+from ...schemas.specs import DIMS_PREFIX, ONES, SteeringRow, StoredSteering, dims_named
 from ...schemas.tensors import Tensor, content_hash, to_numpy
 from .actions import ActionLedger
 from .prepared_rows import PreparedRows
@@ -77,7 +77,7 @@ class RowTable:
         self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
         self.vectors, self._runs = vectors, runs
         self._pool = EntryPool(buffers)
-        self.prepared = PreparedRows(self._joined, lambda name: name in (ZEROS, ONES) or name in vectors)
+        self.prepared = PreparedRows(self._joined, lambda name: name in (ZEROS, ONES) or name.startswith(DIMS_PREFIX) or name in vectors)
         self._free_rows = self._all_rows()
         self._rows: dict[str, int] = {}
         self._references: dict[str, int] = {}
@@ -203,12 +203,23 @@ class RowTable:
             return torch.zeros(shape)
         if name == ONES:
             return torch.ones(shape)
+        if name.startswith(DIMS_PREFIX):
+            return _mask(name, shape)
         if not is_row(name):
             return self.vectors.get(name, shape)
         values = self._runs.row(name)
         if list(values.shape) != shape:
             raise ValueError(f"{name}: its shape is {list(values.shape)}; {shape} is needed")
         return values
+
+
+def _mask(name: str, shape: list[int]) -> torch.Tensor:
+    mask = torch.zeros(shape)
+    for dims in dims_named(name):
+        if dims.stop > shape[0]:
+            raise ValueError(f"{name}: a row has {shape[0]} dimensions")
+        mask[dims.start : dims.stop] = 1
+    return mask
 
 
 def _added(before: Does, then: Does) -> Does:

@@ -6,11 +6,11 @@ from ...schemas.jobs import Job, Sampling
 from ...schemas.loras import use_of
 from ...schemas.models import ModelInfo
 from ...schemas.receipts import Receipt
-from ...schemas.selectors import Hook, PositionSelector
+from ...schemas.selectors import Hook, PositionSelector, as_ranges
 from ...schemas.source_runs import ZEROS, RunFile, RunFiles, RunRow, parse_key, row_name, run_key
-from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering
+from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering, dims_name
 from ...schemas.sweep_units import Units
-from ...schemas.sweeps import StoredSweep, Unit
+from ...schemas.sweeps import Unit
 from ..engine.protocol import EngineRequest
 
 BASE, SOURCE = "base", "source"  # tags
@@ -31,6 +31,7 @@ class SweepRequests:
         self._enters, self._reuses = enters and "pre_attn" in info.hooks, reuses
         self._for_entry: dict[int, bool] = {}  # pair → do its base runs keep what forwards begin with? As the engine, where not said
         self._captures: dict[tuple[int, int, str], StoredCapture | None] = {}
+        self._ranked: dict[tuple[int, int, int], list[int]] = {}  # (pair, hook, layer) → dimensions, see `rank`
         self._captured = {BASE: sum(map(len, self.units.nodes)), SOURCE: len(job.sweep.pairs)}
         if job.sweep.ablation is not None:
             del self._captured[SOURCE]
@@ -108,6 +109,10 @@ class SweepRequests:
             found.append(self._key(self.units.source(pair), 0, SOURCE))
         return found
 
+    def control_runs(self, pair: int) -> tuple[str, str]:
+        """Keys of the runs of the pair's two prompts as they are: the patched one, and the one that rows come from."""
+        return self._key(self.units.base(pair), 0, BASE), self._key(self.units.source(pair), 0, SOURCE)
+
     def files(self, pair: int, key: str, receipts: list[Receipt]) -> RunFiles:
         """Where the rows of one of `runs` are, as the receipts of its unit say. Raises ValueError when they name no file."""
         _, request, tag = parse_key(key)
@@ -161,17 +166,33 @@ class SweepRequests:
 
     def _patches(self, unit: Unit, layers: list[int], places: list[tuple[int, int]], base: str) -> list[StoredSteering]:
         """`base`: the run of the very same tokens without a patch."""
-        sweep, hook = self._sweep, self._sweep.hooks[unit.hook]
+        sweep, hook, mask = self._sweep, self._sweep.hooks[unit.hook], self._mask(unit)
         everywhere = [position for position, _ in places]
         if unit.kind == "noise":
-            return [_patch(sweep, hook, [at], [to], row_name(RunRow(base, hook, at, to))) for to in everywhere for at in layers]
+            return [_patch(sweep.alpha, mask, hook, [at], [to], row_name(RunRow(base, hook, at, to))) for to in everywhere for at in layers]
         if sweep.ablation == "zeros":
-            return [_patch(sweep, hook, layers, everywhere, ZEROS)]
+            return [_patch(sweep.alpha, mask, hook, layers, everywhere, ZEROS)]
         if sweep.ablation == "mean":
             prompt = self._key(self.units.base(unit.pair), 0, BASE)  # the prompt alone, without a beginning of the answer
-            return [_patch(sweep, hook, [at], everywhere, row_name(RunRow(prompt, hook, at, None))) for at in layers]
+            return [_patch(sweep.alpha, mask, hook, [at], everywhere, row_name(RunRow(prompt, hook, at, None))) for at in layers]
         source = self._key(self.units.source(unit.pair), 0, SOURCE)
-        return [_patch(sweep, hook, [at], [to], row_name(RunRow(source, hook, at, of))) for to, of in places for at in layers]
+        return [_patch(sweep.alpha, mask, hook, [at], [to], row_name(RunRow(source, hook, at, of))) for to, of in places for at in layers]
+
+    def _mask(self, unit: Unit) -> str:
+        """The name of the mask that its patches write through; empty: whole rows."""
+        column = self._sweep.pairs[unit.pair].columns[unit.column]
+        if column.ranks is not None:
+            return dims_name(as_ranges(self.neurons(unit)))
+        return dims_name(column.dims) if column.dims else self._sweep.mask
+
+    def neurons(self, unit: Unit) -> list[int]:
+        """The dimensions that a cell writes by their rank, first the one in which the prompts differ most; empty on other axes."""
+        ranks = self._sweep.pairs[unit.pair].columns[unit.column].ranks
+        return self._ranked[unit.pair, unit.hook, unit.layer][slice(*ranks)] if ranks else []
+
+    def rank(self, pair: int, order: dict[tuple[int, int], list[int]]) -> None:
+        """`order`: (hook, layer), as in `Unit` → dimensions, first the one in which the rows of the pair's two prompts differ most."""
+        self._ranked.update(((pair, hook, layer), dims) for (hook, layer), dims in order.items())
 
     def _capture(self, pair: int, place: int, tag: str) -> StoredCapture | None:
         """What is captured of a base or source unit at a node; None for nothing."""
@@ -200,7 +221,10 @@ class SweepRequests:
             positions.update(position for position, _ in places)
         there = any(column.places for column in sweep.pairs[pair].columns)
         mean = there and sweep.ablation == "mean" and place == 0
-        if mean:
+        ranked = place == 0 and any(column.ranks is not None for column in sweep.pairs[pair].columns)
+        if ranked:
+            positions.update(to for column in sweep.pairs[pair].columns for to, _ in column.places)
+        if mean or ranked:
             for hook in sweep.hooks:
                 wanted[hook].update(sweep.layers)
         if there and for_entry:
@@ -212,13 +236,12 @@ class SweepRequests:
         return StoredCapture(sites=sites, positions=every, tag=BASE)
 
 
-def _patch(sweep: StoredSweep, hook: Hook, layers: list[int], positions: list[int], vector: str) -> StoredSteering:
-    masked = bool(sweep.mask)
+def _patch(alpha: float, mask: str, hook: Hook, layers: list[int], positions: list[int], vector: str) -> StoredSteering:
     return StoredSteering(
         layers=layers,
         hook=hook,
         positions=positions,
-        family="replace_masked" if masked else "replace",
-        tensors=[vector, sweep.mask] if masked else [vector],
-        numbers=[sweep.alpha],
+        family="replace_masked" if mask else "replace",
+        tensors=[vector, mask] if mask else [vector],
+        numbers=[alpha],
     )

@@ -22,13 +22,15 @@ from ...schemas.faults import crash_point
 from ...schemas.jobs import Event, EventKind
 from ...schemas.receipts import Receipt
 from ...schemas.source_runs import RunFiles
-from ...schemas.sweeps import SweepCell, SweepStart, SweepSummary, Unit, UnitRecord
+from ...schemas.sweeps import SHOWN_NEURONS, SweepCell, SweepStart, SweepSummary, Unit, UnitRecord
+from ...storage.store import open_store
 from ..engine.admission import CellSlots, CrowdedOut
 from ..engine.collective import Quarantined
 from ..engine.protocol import Engine, EngineRequest, Fetch
 from .attempt import Attempt
 from .redis_retry import end_tasks, patiently
 from .source_run_leases import SourceRunLeases
+from .sweep_neurons import order_by_difference
 from .sweep_requests import SweepRequests
 from .sweep_verdict import UnverifiedUnit, refusal, verdict
 
@@ -181,6 +183,7 @@ class SweepAttempt:
         if not missing or state.useless:
             return
         try:
+            await self._rank(pair)
             # The next pair waits for room beside this one, which waits for nothing: so they do not wait for each other.
             held = self._sources.holding(self._attempt.job.id, self._requests.runs(pair), {}, self._locate(pair))
             async with held, asyncio.TaskGroup() as group:
@@ -191,6 +194,29 @@ class SweepAttempt:
             for unit in missing:
                 if unit.kind == "cell":
                     self._decide(unit, reason)
+
+    async def _rank(self, pair: int) -> None:
+        """Have the dimensions that the pair's cells name by rank. Raises MidstreamError for rows that cannot be read."""
+        column = self._sweep.pairs[pair].columns[0]
+        most = max(each.ranks[1] if each.ranks else 0 for each in self._sweep.pairs[pair].columns)
+        if not most:
+            return
+        locate, runs = self._locate(pair), self._requests.control_runs(pair)
+        base, source = [await locate(key) for key in runs]
+        sites = {
+            (hook, layer): self._sweep_site(hook, layer)
+            for hook in range(len(self._sweep.hooks))
+            for layer in range(len(self._sweep.layers))
+        }
+        store = open_store(self._ledger.settings.capture_root)
+        try:
+            order = await asyncio.to_thread(order_by_difference, store, base, source, list(sites.values()), column.places, most)
+        except (OSError, ValueError) as error:
+            raise MidstreamError("intervention_failed", f"the rows that neurons are chosen from cannot be read: {error}") from error
+        self._requests.rank(pair, {numbers: order[site] for numbers, site in sites.items()})
+
+    def _sweep_site(self, hook: int, layer: int) -> tuple[str, int]:
+        return self._sweep.hooks[hook], self._sweep.layers[layer]
 
     def _missing(self, pair: int) -> list[Unit]:
         """Patched units that are not known, in the order in which they are asked: by layer, so that forwards that begin at the same
@@ -431,6 +457,7 @@ class SweepAttempt:
             logprob=grades.logprob,
             foil_logprob=grades.foil_logprob,
             attempt=attempt,
+            neurons=self._requests.neurons(unit)[:SHOWN_NEURONS] if unit.kind == "cell" else [],
             receipts=[told for receipts in pending.told for told in receipts] if unit.kind in ("base", "source") else [],
         )
 

@@ -1,0 +1,60 @@
+"""Which dimensions of a row differ most between the two prompts of a pair: the order of a sweep's columns by rank.
+
+The rows are those that the pair's unpatched runs have captured, read from their files as any reader does.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...schemas.blobs import Header, read_header
+from ...schemas.dtypes import DTYPE_OF_FILE, DTYPES, widened
+from ...schemas.source_runs import RunFile, RunFiles
+from ...storage.store import ArtifactStore
+
+#: (hook, layer)
+Site = tuple[str, int]
+
+
+def order_by_difference(
+    store: ArtifactStore, base: RunFiles, source: RunFiles, sites: Sequence[Site], places: Sequence[tuple[int, int]], most: int
+) -> dict[Site, list[int]]:
+    """Site → the `most` dimensions with the largest Σ |base row − source row| over `places`, in float64; of equal ones the lower first.
+
+    `places`: (position in the patched prompt, position in the other one). Raises ValueError for rows that are not there, and OSError.
+    """
+    own, others = (_rows_of(store, files, set(sites)) for files in (base, source))
+    order = {}
+    for site in sites:
+        first, second = (_rows(rows, site, files) for rows, files in ((own, base), (others, source)))
+        to, of = ([files.positions.index(place[end]) for place in places] for end, files in ((0, base), (1, source)))
+        distance = np.abs(first[to] - second[of]).sum(0)
+        order[site] = np.argsort(-distance, kind="stable")[:most].tolist()
+    return order
+
+
+def _rows(found: dict[Site, dict[int, np.ndarray]], site: Site, files: RunFiles) -> np.ndarray:
+    """The whole rows, whatever ranks hold their columns: `[positions, width]`."""
+    if not (parts := found.get(site)):
+        raise ValueError(f"{files.key} has no rows of {site[0]} of layer {site[1]}")
+    return np.concatenate([parts[start] for start in sorted(parts)], axis=1)
+
+
+def _rows_of(store: ArtifactStore, files: RunFiles, wanted: set[Site]) -> dict[Site, dict[int, np.ndarray]]:
+    """Site → first column → `[positions, columns]` float64."""
+    found: dict[Site, dict[int, np.ndarray]] = {}
+    for file in files.files:
+        raw, header = _read(store, file)
+        first = 0
+        for place in header.tensors.values():
+            if place.site in wanted:
+                dtype = DTYPE_OF_FILE[place.dtype]
+                bits = np.frombuffer(raw[place.start : place.start + place.length], DTYPES[dtype].raw)
+                found.setdefault(place.site, {})[first] = widened(bits, dtype).reshape(place.shape).astype(np.float64)
+    return found
+
+
+def _read(store: ArtifactStore, file: RunFile) -> tuple[bytes, Header]:
+    with store.open(file.path) as handle:
+        raw = handle.read(file.offset, file.bytes)
+    return raw, read_header(lambda start, count: raw[start : start + count], len(raw))
