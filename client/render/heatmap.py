@@ -1,30 +1,21 @@
 """Heatmap of a sweep: tokens by layers, one panel per hook, one colour scale (matplotlib, extra `plots`)."""
 
-import io
 import math
 import textwrap
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...schemas.errors import MidstreamError, invalid
 from ...schemas.sweeps import SweepResult
 from ..sdk.grid import MEANING, Grid, described, grid_of, titled
+from . import figures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Text stays text in vector files, and a `$` in a token a dollar.
-_STYLE: dict[str, Any] = {
-    "svg.fonttype": "none", "pdf.fonttype": 42, "text.parse_math": False, "font.size": 8, "axes.linewidth": 0.6, "hatch.linewidth": 0.4,
-}  # fmt: skip
-#: Of scripts that matplotlib's own font lacks; those that are installed.
-_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "PingFang SC", "Hiragino Sans", "Microsoft YaHei", "Noto Sans", "Arial Unicode MS")
 #: White where nothing changes, red above and blue below: also for people who are blind to some colours.
 DIVERGING = "RdBu_r"
-_DPI, _DPI_SHOWN = 200, 110
 #: Inches: of a cell, of what stands around the panels, the least and the most that a panel may take, and the colour bar's width.
 _COLUMN, _ROW, _AROUND, _WIDTH, _HEIGHT, _BAR = 0.1, 0.18, 1.5, (2.2, 7.0), (1.3, 11.0), 0.09
 #: So many layers are numbered, about.
@@ -40,59 +31,25 @@ def figure(result: SweepResult, path: Path | str | None = None, pair: int | None
     """
     if path is not None:
         check(path)
-    matplotlib = _matplotlib()
-    grid = grid_of(result, pair)
-    fonts = matplotlib.font_manager.fontManager.get_font_names()
-    family = {"font.family": ["DejaVu Sans", *(font for font in _FONTS if font in fonts)]}
-    with matplotlib.rc_context(_STYLE | family):
-        drawn = _draw(matplotlib, grid, described(result, pair))
+    with figures.styled():
+        drawn = _draw(grid_of(result, pair), described(result, pair))
         if path is not None:
-            drawn.savefig(path, dpi=_DPI)
+            drawn.savefig(path, dpi=figures.DPI)
     return drawn
 
 
-def png(drawn: "Figure") -> bytes:
-    """The figure as notebooks show it."""
-    buffer = io.BytesIO()
-    drawn.savefig(buffer, format="png", dpi=_DPI_SHOWN)
-    return buffer.getvalue()
-
-
-@cache
-def _figure_class() -> Any:
-    """matplotlib's figure, which a notebook displays as it is."""
-    from matplotlib.figure import Figure
-
-    return type("Figure", (Figure,), {"_repr_png_": png, "__module__": __name__})
-
-
 def check(path: Path | str) -> None:
-    """Raises MidstreamError unless a figure can be written there: better said before a long sweep than behind it."""
-    formats = _matplotlib().figure.Figure().canvas.get_supported_filetypes()
-    if Path(path).suffix.removeprefix(".").lower() not in formats:
-        raise invalid("heatmap", f"{path}: the extension is not a figure format", allowed=", ".join(f".{name}" for name in sorted(formats)))
-    if not Path(path).absolute().parent.is_dir():
-        raise invalid("heatmap", f"{path}: no such folder")
+    """As `figures.check`, for the option `--heatmap`."""
+    figures.check(path, "heatmap")
 
 
-def _matplotlib() -> Any:
-    try:
-        import matplotlib
-        import matplotlib.figure
-        import matplotlib.font_manager
-    except ImportError as error:
-        detail = "drawing needs matplotlib: pip install 'midstream[plots]'"
-        raise MidstreamError("unavailable", detail) from error
-    return matplotlib
-
-
-def _draw(matplotlib: Any, grid: Grid, title: list[str]) -> "Figure":
+def _draw(grid: Grid, title: list[str]) -> "Figure":
     panels, rows = len(grid.hooks), len(grid.labels)
     width = float(np.clip(_COLUMN * len(grid.layers), *_WIDTH))
     height = float(np.clip(_ROW * rows, *_HEIGHT))
     wide = max(panels * width + _AROUND, 5.0)
     lines = [line for part in title for line in textwrap.wrap(part, int(wide * _PER_INCH)) or [""]]
-    drawn = _figure_class()(figsize=(wide, height + 0.75 + 0.16 * len(lines)), layout="constrained")
+    drawn = figures.figure_class()(figsize=(wide, height + 0.75 + 0.16 * len(lines)), layout="constrained")
     axes = drawn.subplots(1, panels, sharex=True, sharey=True, squeeze=False)[0]
     low, high = grid.limits
     scale = {"vmin": low, "vmax": high, "cmap": DIVERGING}

@@ -43,7 +43,8 @@ def html(*parts: "RenderableType") -> str:
 
 def sweep_png(result: SweepResult, pair: int | None = None) -> bytes | None:
     """The heatmap; None without matplotlib."""
-    from .heatmap import figure, png
+    from .figures import png
+    from .heatmap import figure
 
     try:
         return png(figure(result, None, pair))

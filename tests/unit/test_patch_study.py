@@ -16,7 +16,7 @@ from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, VIEW, grid, over, pair, res
 
 from midstream import AsyncClient, AsyncPatchStudy, Client, PatchStudy
 from midstream.client.notebook import install
-from midstream.client.render import heatmap, notebook
+from midstream.client.render import figures, notebook
 from midstream.client.sdk.grid import grid_of
 from midstream.client.sdk.progress import bar
 from midstream.client.study.patch_study import Region
@@ -350,7 +350,7 @@ def test_a_study_a_figure_and_a_result_render_in_a_notebook(monkeypatch: pytest.
     assert page is not None
     assert "data:image/png;base64," in page
     assert "Strongest cells" in page
-    monkeypatch.setattr(heatmap, "_matplotlib", lambda: (_ for _ in ()).throw(MidstreamError("unavailable", "no matplotlib")))
+    monkeypatch.setattr(figures, "matplotlib", lambda: (_ for _ in ()).throw(MidstreamError("unavailable", "no matplotlib")))
     assert study._repr_png_() is None
     page = study._repr_html_()
     assert page is not None
