@@ -15,6 +15,7 @@ from ..broker.artifacts.retention import Usage
 from ..broker.ledger.jobs import Ledger, Outcome, new_job_id
 from ..broker.ledger.keys import Keys
 from ..broker.ledger.loras import Loras
+from ..broker.ledger.saes import Saes
 from ..broker.ledger.scripts import stored_tags
 from ..broker.ledger.source_runs import SourceRuns
 from ..broker.ledger.steering import Steering
@@ -73,6 +74,7 @@ class AppContext:
         self.key_watch = KeyWatch(self.keys, self.gate.always)
         self.steering = Steering(ledger)
         self.loras = Loras(ledger)
+        self.saes = Saes(ledger)
         self.watcher = watcher
         self.celery = celery
         self.store = open_store(settings.capture_root)

@@ -25,7 +25,7 @@ MAX_NAME = 200  # of models, modules, runs, jobs, spans of a sweep and consumers
 MAX_TAG = 64  # tags of captures, names of source runs and tenants
 MAX_MODULE_NAME = 128
 MAX_URL = 2048
-MAX_PATH = 1024  # of an adapter's folder
+MAX_PATH = 1024  # of the folder of an adapter or a sparse autoencoder
 MAX_HEADER = 4096  # of the headers in use
 MAX_IDEMPOTENCY_KEY = 255
 MAX_DESCRIPTION = 1000
@@ -84,6 +84,13 @@ MAX_LENS_TOKEN = 256  # characters of one, by its text
 MAX_LORAS = 1024  # registered, of one model
 MAX_LORA_CONFIG = 1 << 20  # bytes of adapter_config.json
 MAX_LORA_BYTES = 2 << 30  # of adapter_model.safetensors
+
+# --- Sparse autoencoders -------------------------------------------------------------------------------------------------
+
+MAX_SAES = 1024  # registered, of one model
+MAX_SAE_CONFIG = 1 << 20  # bytes of cfg.json
+MAX_SAE_BYTES = 8 << 30  # of sae_weights.safetensors or params.npz, also once unpacked
+MAX_SAE_WIDTH = 1 << 21  # features of one
 
 # --- Sweeps --------------------------------------------------------------------------------------------------------------
 

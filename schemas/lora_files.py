@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .errors import MidstreamError, invalid
+from .errors import MidstreamError
+from .folders import folder_below
 from .limits import MAX_FILE_HEADER, MAX_LORA_BYTES, MAX_LORA_CONFIG
 from .loras import LoraModule, LoraSupport
 from .selectors import as_ranges
@@ -57,23 +58,7 @@ class LoraFacts(NamedTuple):
 
 def folder_of(root: str, path: str) -> Path:
     """The folder at `path` below `root`. Raises a 400 for one that is elsewhere, also by a symbolic link, or not there."""
-    allowed = f"the path of a folder below lora_dir that contains {CONFIG} and {WEIGHTS}"
-    if not root:
-        raise invalid("lora", "no adapters are served: the setting lora_dir is empty", allowed="requests without `lora`")
-    top = Path(root).expanduser().resolve()
-    if "\0" in path or Path(path).is_absolute() or ".." in Path(path).parts:
-        raise invalid("path", f"{path!r} is not a path below lora_dir", allowed=allowed)
-    try:
-        folder = (top / path).resolve(strict=True)
-    except (OSError, RuntimeError) as error:
-        raise invalid("path", f"there is no folder {path!r} in lora_dir", allowed=allowed) from error
-    if not folder.is_dir() or not folder.is_relative_to(top) or folder == top:
-        raise invalid("path", f"{path!r} is not a folder below lora_dir", allowed=allowed)
-    for name in FILES:
-        file = folder / name
-        if not file.is_file() or not file.resolve().is_relative_to(top):
-            raise invalid("path", f"{path!r} has no {name}", allowed=allowed)
-    return folder
+    return folder_below(root, path, "lora_dir", "lora", "adapters", [FILES])
 
 
 def read(folder: Path) -> LoraContent:

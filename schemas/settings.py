@@ -92,6 +92,10 @@ class Settings(Record):
     max_cpu_loras: Count = 16  # adapters that each rank keeps loaded; jobs that need more wait
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64  # of an adapter; memory for it is reserved `max_loras` times
 
+    # Sparse autoencoders
+    sae_dir: str = ""  # folder below which sparse autoencoders may be registered, at the same path on API and worker machines; empty: none
+    sae_cache_mib: Count = 4096  # weights of sparse autoencoders that each rank keeps loaded; jobs that need more wait
+
     certify: bool = True  # prove the hook points on the loaded model before its first request; false: a caveat says that they are unproven
 
     # The data plane

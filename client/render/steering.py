@@ -8,6 +8,7 @@ from rich.table import Table
 
 from ...schemas.base import to_json
 from ...schemas.loras import Lora
+from ...schemas.saes import Sae
 from ...schemas.selectors import as_ranges
 from ...schemas.steering import Agreement, Dynamic, EntryView, GlobalView, ModuleView, WorkerSteering
 from .jobs import TABLE_ROWS, count, facts, minute, size, table
@@ -45,7 +46,7 @@ def module(view: ModuleView) -> Table:
     )
 
 
-def digest(of: ModuleView | Lora) -> str:
+def digest(of: ModuleView | Lora | Sae) -> str:
     """Its digest, and what it replaced."""
     return of.digest + (f" (before: {of.replaced[:DIGEST]})" if of.replaced else "")
 

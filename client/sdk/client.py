@@ -24,6 +24,7 @@ from . import jobs as calls
 from .keys import AsyncKeyCalls, KeyCalls
 from .loras import AsyncLoraCalls, LoraCalls
 from .progress import prompts_bar
+from .saes import AsyncSaeCalls, SaeCalls
 from .service import AsyncServiceCalls, ServiceCalls
 from .source_runs import AsyncRunCalls, RunCalls
 from .steering import AsyncSteeringCalls, SteeringCalls
@@ -33,7 +34,7 @@ from .webhooks import AsyncWebhookCalls, WebhookCalls
 from .wire import Answer, Call, Capture, JobLike, Patch, Steering
 
 
-class Client(SteeringCalls, LoraCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, ServiceCalls, TokenCalls):
+class Client(SteeringCalls, LoraCalls, SaeCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, ServiceCalls, TokenCalls):
     """The blocking client. `url`: where the API is; by default that of the running stack, found as the commands find it
     (`client.sdk.discovery`). `api_key`: else that of MIDSTREAM_API_KEY.
 
@@ -262,7 +263,15 @@ class Client(SteeringCalls, LoraCalls, RunCalls, SweepCalls, KeyCalls, WebhookCa
 
 
 class AsyncClient(
-    AsyncSteeringCalls, AsyncLoraCalls, AsyncRunCalls, AsyncSweepCalls, AsyncKeyCalls, AsyncWebhookCalls, AsyncServiceCalls, AsyncTokenCalls
+    AsyncSteeringCalls,
+    AsyncLoraCalls,
+    AsyncSaeCalls,
+    AsyncRunCalls,
+    AsyncSweepCalls,
+    AsyncKeyCalls,
+    AsyncWebhookCalls,
+    AsyncServiceCalls,
+    AsyncTokenCalls,
 ):
     """The awaiting client: the calls of `Client`, as coroutines. Raises the same."""
 

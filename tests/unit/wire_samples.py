@@ -23,6 +23,7 @@ from midstream.schemas.loras import Lora, LoraUse
 from midstream.schemas.models import ModelInfo, TokenizerBundle, WorkerInfo
 from midstream.schemas.readings import LensPart
 from midstream.schemas.receipts import LostRange, Receipt
+from midstream.schemas.saes import Sae
 from midstream.schemas.source_runs import Run, RunFiles
 from midstream.schemas.specs import RankSpec
 from midstream.schemas.steering import GlobalSteering, Module, Proposal, WorkerSteering
@@ -35,7 +36,7 @@ FILE = Path(__file__).parents[1] / "data" / "wire.json"
 #: What crosses a wire or lies in Redis, and how it is written there. What is inside of these need not be named.
 MSGPACK: tuple[Any, ...] = (
     Receipt, LostRange, Hello, Refusal, Job, Output, RankSpec, Run, RunFiles, UnitRecord, Module, Proposal, GlobalSteering,
-    WorkerSteering, Tensor, TokenizerBundle, Key, Tenant, Lora, LensPart,
+    WorkerSteering, Tensor, TokenizerBundle, Key, Tenant, Lora, LensPart, Sae,
 )  # fmt: skip
 JSON: tuple[Any, ...] = (ModelInfo, WorkerInfo, Event, Problem, Callback, DeliveryAttempt, LoraUse)
 
