@@ -18,7 +18,7 @@ _SHOWN_RANGES = 8
 
 
 def kind_at(kinds: Sequence[AttentionKind], layer: int) -> AttentionKind:
-    """How `layer` attends. Raises MidstreamError where that is not known, or patterns of it cannot be computed."""
+    """How `layer` attends. Raises MidstreamError where that is not known."""
     found = [kind for kind in kinds if layer in kind.layers]
     if not found:
         known = as_ranges(number for kind in kinds for number in kind.layers)
@@ -26,7 +26,11 @@ def kind_at(kinds: Sequence[AttentionKind], layer: int) -> AttentionKind:
         raise MidstreamError("not_found", detail, field="layer", allowed=f"layers {known}" if known else "no layers here")
     if len(found) > 1:
         raise MidstreamError("ranks_disagree", f"ranks disagree on how layer {layer} attends")
-    (kind,) = found
+    return found[0]
+
+
+def usable(kind: AttentionKind, layer: int) -> AttentionKind:
+    """`kind`, if patterns of it can be computed. Raises MidstreamError with the reason if not."""
     if kind.refused:
         raise MidstreamError("not_found", f"layer {layer} has no attention pattern: {kind.refused}", field="layer")
     if kind.version > VERSION:

@@ -7,13 +7,14 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from ...schemas.attention import AttentionKind
 from ...schemas.captures import Manifest, index_of
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.images import ImageSpan
 from ...schemas.selectors import ALIASES, HOOKS, LayerSelector, as_ranges
 from ...storage.store import ArtifactStore, open_store
 from ..notebook import rendered
-from .attention import kind_at, pattern
+from .attention import kind_at, pattern, usable
 from .blobs import Blob, Place, at, expand, find, open_blobs
 
 Source = Path | str | ArtifactStore | Iterable[Path | str | Place]
@@ -284,15 +285,18 @@ class CaptureReader:
         Raises MidstreamError: `not_found` if `q` or `k` was not captured at the layer, or not the keys that a query sees, or if the
         model's attention there has no pattern that is known; `invalid_request` for a head that there is not, or too large an answer.
         """
-        blob, site, _ = self._tensor(layer, "q", request)
-        manifest, layer = blob.header.manifest, int(site.rpartition(".")[2])
-        kind = kind_at(manifest.attention, layer)
+        kind, manifest = self.attention_kind(layer, request), self.manifest(request)
         if kind.text_only and manifest.images:
             detail = f"in layer {layer} tokens of an image see each other in both directions: a prompt with images has no causal pattern"
             raise MidstreamError("not_found", detail, field="request")
         rows = None if queries is None else [place if place >= 0 else manifest.prompt_tokens + place for place in queries]
-        positions = self.positions(request)
-        return pattern(self.array(layer, "q", request), self.array(layer, "k", request), kind, positions, heads=head, rows=rows)
+        found = self.array(layer, "q", request), self.array(layer, "k", request)
+        return pattern(*found, usable(kind, layer), self.positions(request), heads=head, rows=rows)
+
+    def attention_kind(self, layer: int, request: int = 0) -> AttentionKind:
+        """How a layer turns queries and keys into patterns. Raises MidstreamError where `q` was not captured or that is not recorded."""
+        blob, site, _ = self._tensor(layer, "q", request)
+        return kind_at(blob.header.manifest.attention, int(site.rpartition(".")[2]))
 
     def row(self, layer: int, position: int, hook: str | None = None, request: int = 0) -> np.ndarray:
         """`[hidden]` float32 at an absolute token position."""

@@ -15,7 +15,7 @@ from ...schemas.settings import SettingsError, engine_options, load_settings
 from ...schemas.version import __version__
 from ..extras import MissingExtraError, explained, need
 from ..sdk import discovery
-from . import acl, captures, curve, jobs, keys, loras, saes, service, source_runs, stack, steering, sweeps, webhooks
+from . import acl, attention, captures, curve, jobs, keys, loras, saes, service, source_runs, stack, steering, sweeps, webhooks
 from .jobs import AsJson, Url, connect, err, out
 from .options import HOOKS_FORM, overrides
 
@@ -140,6 +140,7 @@ def version(url: Url = None) -> None:
 
 jobs.register(app)
 captures.register(app)
+attention.register(app)
 steering.register(app)
 loras.register(app)
 saes.register(app)

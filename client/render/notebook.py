@@ -14,6 +14,7 @@ from ...schemas.sweeps import SweepResult
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from ..captures.patterns import Attention
     from ..captures.reader import CaptureReader
     from ..sdk.wire import Answer
 
@@ -103,6 +104,27 @@ def reader_html(reader: "CaptureReader") -> str:
     from . import jobs
 
     return html(jobs.capture(reader), *[f"[yellow]missing:[/] {escape(gap.detail)}" for gap in reader.gaps()])
+
+
+def attention_figure(attention: "Attention", path: Any, options: dict[str, Any]) -> Any:
+    from .attention_figure import figure
+
+    return figure(attention, path, **options)
+
+
+def attention_html(attention: "Attention") -> str:
+    """The maps as a picture, or as the terminal draws them where there is no matplotlib, and what the heads attend to."""
+    from . import attention as maps
+    from .attention_figure import figure
+    from .figures import png
+
+    try:
+        drawn = base64.b64encode(png(figure(attention))).decode()
+    except MidstreamError as error:
+        if error.kind != "unavailable":
+            raise
+        return html(maps.report(attention))
+    return f'<img alt="attention" style="max-width:100%" src="data:image/png;base64,{drawn}"/>' + html(maps.strongest(attention))
 
 
 def _shown(module: str, name: str, value: Any) -> str:

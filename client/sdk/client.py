@@ -21,6 +21,7 @@ from ..captures.row_matrix import Rows, matrix
 from ..images import with_images
 from . import discovery, download, wire
 from . import jobs as calls
+from .attention import AsyncAttentionCalls, AttentionCalls
 from .keys import AsyncKeyCalls, KeyCalls
 from .loras import AsyncLoraCalls, LoraCalls
 from .progress import prompts_bar
@@ -34,7 +35,7 @@ from .webhooks import AsyncWebhookCalls, WebhookCalls
 from .wire import Answer, Call, Capture, JobLike, Patch, Steering
 
 
-class Client(SteeringCalls, LoraCalls, SaeCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, ServiceCalls, TokenCalls):
+class Client(AttentionCalls, SteeringCalls, LoraCalls, SaeCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, ServiceCalls, TokenCalls):
     """The blocking client. `url`: where the API is; by default that of the running stack, found as the commands find it
     (`client.sdk.discovery`). `api_key`: else that of MIDSTREAM_API_KEY.
 
@@ -263,6 +264,7 @@ class Client(SteeringCalls, LoraCalls, SaeCalls, RunCalls, SweepCalls, KeyCalls,
 
 
 class AsyncClient(
+    AsyncAttentionCalls,
     AsyncSteeringCalls,
     AsyncLoraCalls,
     AsyncSaeCalls,

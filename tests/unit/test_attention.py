@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from midstream.client.captures import attention
-from midstream.client.captures.attention import kind_at, pattern
+from midstream.client.captures.attention import kind_at, pattern, usable
 from midstream.schemas.attention import AttentionKind, grouped, of_layers
 from midstream.schemas.errors import MidstreamError
 
@@ -178,7 +178,7 @@ def test_what_is_not_known_or_too_large_is_refused(monkeypatch: pytest.MonkeyPat
         ([AttentionKind(layers=[2], refused="MLAAttention has no pattern that is known")], "no attention pattern: MLAAttention"),
     ):
         with pytest.raises(MidstreamError, match=why):
-            kind_at(kinds, 2)
+            usable(kind_at(kinds, 2), 2)
 
 
 def test_layers_of_a_kind_are_joined_and_cut() -> None:

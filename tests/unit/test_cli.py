@@ -381,7 +381,8 @@ def test_hooks_and_layers_are_the_only_names_of_sites() -> None:
 
     found = set(options_of(typer.main.get_command(main.app), "midstream"))
     assert found == {
-        (f"midstream {command}", option) for command in ("submit", "sweep", "capture export") for option in ("--hooks", "--layers")
+        *((f"midstream {command}", option) for command in ("submit", "sweep", "capture export") for option in ("--hooks", "--layers")),
+        ("midstream attention", "--layers"),
     }
 
 

@@ -1,0 +1,172 @@
+"""Attention patterns of a prompt, of many heads and layers, and scores that tell what a head attends to."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.selectors import LayerSelector, SelectorError, as_ranges, resolve_layers
+from ..notebook import rendered
+from .attention import MAX_BYTES, heads_of
+
+if TYPE_CHECKING:
+    from .reader import CaptureReader
+
+#: What a head may attend to. For the query at position i: `previous`: key i-1; `current`: key i; `first`: key 0; `duplicate`: earlier
+#: occurrences of its own token; `induction`: the tokens that followed those.
+Behaviour = Literal["previous", "current", "first", "duplicate", "induction"]
+BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
+
+
+class HeadScore(NamedTuple):
+    """Mean share of attention, 0 to 1."""
+
+    layer: int
+    head: int
+    score: float
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """Patterns of one prompt. Both axes of every pattern are `positions`; a query's row holds the weights of the keys that it sees."""
+
+    job: str
+    positions: list[int]  # absolute, of the prompt's tokens and of captured generated ones
+    token_ids: list[int]
+    tokens: list[str]  # how each token reads, leading space included; its id in digits where that is not known
+    patterns: dict[int, np.ndarray]  # layer → float32 `[heads, query, key]`
+    heads: dict[int, list[int]]  # layer → number of each head in its pattern
+    absent: dict[int, str] = field(default_factory=dict)  # layer → why it has no pattern
+
+    @property
+    def layers(self) -> list[int]:
+        return list(self.patterns)
+
+    @property
+    def panels(self) -> list[tuple[int, int]]:
+        """(layer, head) of every pattern."""
+        return [(layer, head) for layer, heads in self.heads.items() for head in heads]
+
+    def __getitem__(self, layer: int) -> np.ndarray:
+        """`[heads, query, key]` of a layer. Raises MidstreamError naming those there are."""
+        if layer not in self.patterns:
+            detail = f"layer {layer} has no pattern here" + (f": {self.absent[layer]}" if layer in self.absent else "")
+            raise MidstreamError("not_found", detail, field="layer", allowed=as_ranges(self.patterns))
+        return self.patterns[layer]
+
+    def of(self, layer: int, head: int) -> np.ndarray:
+        """float32 `[query, key]` of one head, by its number in the model. Raises MidstreamError naming those there are."""
+        pattern, heads = self[layer], self.heads[layer]
+        if head not in heads:
+            raise MidstreamError("not_found", f"head {head} of layer {layer} is not here", field="head", allowed=as_ranges(heads))
+        chosen: np.ndarray = pattern[heads.index(head)]
+        return chosen
+
+    def scores(self, behaviour: Behaviour) -> list[HeadScore]:
+        """Of each head the attention to the keys of a behaviour, as a mean over the queries that have such keys; strongest first.
+
+        Raises MidstreamError: `invalid_request` for another behaviour, `not_found` where no query has such a key.
+        """
+        if behaviour not in _KEYS:
+            raise invalid("behaviour", f"{behaviour!r} is not known", allowed=", ".join(BEHAVIOURS))
+        keys = self._keys(behaviour)
+        having = keys.any(axis=1)
+        if not having.any():
+            raise MidstreamError(
+                "not_found", f"no query has a key for {behaviour!r}", allowed=", ".join(self.behaviours()) or "no behaviour"
+            )
+        found = []
+        for layer, pattern in self.patterns.items():
+            shares = (pattern[:, having] * keys[having]).sum(axis=2).mean(axis=1)
+            found += [HeadScore(layer, head, float(share)) for head, share in zip(self.heads[layer], shares, strict=True)]
+        return sorted(found, key=lambda each: -each.score)
+
+    def behaviours(self) -> list[Behaviour]:
+        """Those that some query of this prompt has keys for."""
+        return [behaviour for behaviour in BEHAVIOURS if self._keys(behaviour).any()]
+
+    def _keys(self, behaviour: Behaviour) -> np.ndarray:
+        """bool `[query, key]`: the keys that a head of this behaviour attends to."""
+        keys: np.ndarray = _KEYS[behaviour](np.array(self.positions), np.array(self.token_ids))
+        return keys
+
+    def figure(self, path: Path | str | None = None, **options: Any) -> Any:
+        """As `client.render.attention_figure.figure` draws it: matplotlib's figure, saved to `path` if that is given."""
+        return rendered("attention_figure", self, path, options)
+
+    def __repr__(self) -> str:
+        return f"Attention(job={self.job!r}, layers={as_ranges(self.patterns)}, heads={len(self.panels)}, tokens={len(self.positions)})"
+
+    def _repr_html_(self) -> str:
+        return str(rendered("attention_html", self))
+
+
+def _back(positions: np.ndarray, by: int) -> np.ndarray:
+    apart: np.ndarray = positions[:, None] - positions[None, :] == by
+    return apart
+
+
+def _duplicates(positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    same: np.ndarray = (ids[:, None] == ids[None, :]) & (positions[None, :] < positions[:, None])
+    return same
+
+
+def _followers(positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Keys right behind an earlier occurrence of the query's token, and before the query."""
+    followed = np.zeros((len(ids), len(ids)), dtype=bool)
+    behind = np.flatnonzero(np.diff(positions) == 1)
+    followed[:, behind + 1] = _duplicates(positions, ids)[:, behind]
+    return followed & (positions[None, :] < positions[:, None])
+
+
+#: (positions, token ids) → bool `[query, key]`.
+_KEYS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "previous": lambda positions, ids: _back(positions, 1),
+    "current": lambda positions, ids: _back(positions, 0),
+    "first": lambda positions, ids: (positions[None, :] == 0) & (positions[:, None] > 0),
+    "duplicate": _duplicates,
+    "induction": _followers,
+}
+
+
+def attention_of(reader: "CaptureReader", layers: LayerSelector = "all", heads: LayerSelector | None = None, request: int = 0) -> Attention:
+    """The patterns of one request of a capture of `q` and `k`.
+
+    `layers`: of those captured; with "all", layers whose attention has no pattern are left out and named in `absent`.
+    Raises what `CaptureReader.attention` raises, and `invalid_request` where the patterns would exceed MAX_BYTES in all.
+    """
+    captured = [layer for layer in reader.layers(request, "q") if layer in reader.layers(request, "k")]
+    chosen = captured if layers == "all" else _chosen(layers, reader, request, captured)
+    positions = reader.positions(request)
+    patterns: dict[int, np.ndarray] = {}
+    absent: dict[int, str] = {}
+    size = 0
+    for layer in chosen:
+        if layers == "all" and (why := reader.attention_kind(layer, request).refused):
+            absent[layer] = why
+            continue
+        patterns[layer] = reader.attention(layer, heads, request)
+        if (size := size + patterns[layer].nbytes) > MAX_BYTES:
+            detail = f"the patterns of {len(chosen)} layers exceed {MAX_BYTES >> 20} MiB"
+            raise invalid("layers", detail, allowed="fewer layers or heads, or CaptureReader.attention, a layer at a time")
+    if not patterns:
+        why = "; ".join(f"layer {layer}: {why}" for layer, why in absent.items()) or "q and k were not captured in the same layers"
+        raise MidstreamError("not_found", f"there is no attention pattern: {why}", field="layers", allowed="a capture of the hooks q and k")
+    tokens = [str(token) for token in reader.token_ids(request)] if reader.read_tokens is None else reader.tokens(request)
+    numbers = {layer: heads_of(reader.attention_kind(layer, request), heads) for layer in patterns}
+    return Attention(reader.job, positions, reader.token_ids(request), tokens, patterns, numbers, absent)
+
+
+def _chosen(layers: LayerSelector, reader: "CaptureReader", request: int, captured: Sequence[int]) -> list[int]:
+    """The layers that a selector names. Raises MidstreamError naming those captured."""
+    try:
+        chosen = resolve_layers(layers, reader.manifest(request).num_layers)
+    except SelectorError as error:
+        raise invalid("layers", str(error), allowed=as_ranges(captured)) from error
+    if missing := [layer for layer in chosen if layer not in captured]:
+        detail = f"q and k were not both captured in layers {as_ranges(missing)}"
+        raise MidstreamError("not_found", detail, field="layers", allowed=as_ranges(captured))
+    return chosen

@@ -1,0 +1,221 @@
+"""Patterns of a capture: read, scored, drawn on a terminal and as a picture, and shown by the command."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attention_kit import HEADS, KEY_HEADS, KIND, LAYERS, TOKENS, blob, reader, rows
+from rich.console import Console
+
+from midstream.client.captures import patterns
+from midstream.client.captures.attention import pattern
+from midstream.client.captures.patterns import BEHAVIOURS, Attention, attention_of
+from midstream.client.cli.main import main
+from midstream.client.notebook import rendered
+from midstream.client.render import attention as show
+from midstream.client.render import attention_figure, figures
+from midstream.client.sdk.attention import capture_fields
+from midstream.schemas.attention import AttentionKind
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.images import ImageSpan
+
+
+def replaced(kind: AttentionKind, **facts: Any) -> AttentionKind:
+    return AttentionKind(**{name: getattr(kind, name) for name in kind.__struct_fields__} | facts)
+
+
+def printed(found: Attention, panels: Sequence[tuple[int, int]] | None = None, width: int = 100, colour: str | None = None) -> str:
+    console = Console(width=width, height=80, color_system=colour, force_terminal=True)  # type: ignore[arg-type]
+    with console.capture() as captured:
+        console.print(show.report(found, panels))
+    return captured.get()
+
+
+def test_a_reader_gives_the_patterns_of_its_queries_and_keys() -> None:
+    opened = reader()
+    found = opened.attention(1)
+    np.testing.assert_array_equal(found, pattern(rows(1, HEADS), rows(1, KEY_HEADS), KIND, range(len(TOKENS))))
+    np.testing.assert_array_equal(opened.attention(-1, "1-2"), found[1:3])
+    np.testing.assert_array_equal(opened.attention(1, queries=[-1]), found[:, -1:])
+    np.testing.assert_array_equal(opened.attention(1, 3, queries=[0, 5]), found[[3]][:, [0, 5]])
+
+
+def test_a_reader_without_what_a_pattern_takes_says_so() -> None:
+    for made, words in (
+        (reader(hooks=("q",)), "layer 0 was not captured at k"),
+        (reader(hooks=("k",)), "layer 0 was not captured at q"),
+        (reader(kinds=()), "not recorded how layer 0 attends"),
+        (reader(kinds=[replaced(KIND, refused="it is MLA")]), "layer 0 has no attention pattern: it is MLA"),
+        (reader(positions=[3, 4]), "the query of position 3 sees keys 0-3, of which 0-2 were not captured"),
+        (reader(kinds=[replaced(KIND, text_only=True)], images=[ImageSpan(start=1, stop=3, digest="d")]), "tokens of an image"),
+    ):
+        with pytest.raises(MidstreamError, match=words):
+            made.attention(0)
+    assert reader(kinds=[replaced(KIND, text_only=True)]).attention(0).shape == (HEADS, len(TOKENS), len(TOKENS))
+
+
+def test_all_layers_leave_out_those_without_a_pattern_and_name_them() -> None:
+    kinds = [replaced(KIND, layers=[0]), AttentionKind(layers=[1], refused="it keeps a state")]
+    found = attention_of(reader(kinds))
+    assert (found.layers, found.absent, len(found.panels)) == ([0], {1: "it keeps a state"}, HEADS)
+    with pytest.raises(MidstreamError, match="layer 1 has no pattern here: it keeps a state"):
+        found[1]
+    assert "layer 1 has no pattern: it keeps a state" in printed(found)
+    with pytest.raises(MidstreamError, match="layer 1 has no attention pattern"):
+        attention_of(reader(kinds), [0, 1])
+    with pytest.raises(MidstreamError, match="there is no attention pattern: layer 0: it keeps a state; layer 1"):
+        attention_of(reader([AttentionKind(layers=[0, 1], refused="it keeps a state")]))
+    with pytest.raises(MidstreamError, match="layer 2 is out of range"):
+        attention_of(reader(), 2)
+
+
+def test_patterns_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = 4 * HEADS * len(TOKENS) ** 2
+    monkeypatch.setattr(patterns, "MAX_BYTES", one)
+    assert attention_of(reader(), 0).layers == [0]
+    with pytest.raises(MidstreamError, match="the patterns of 2 layers exceed"):
+        attention_of(reader())
+
+
+def _ideal(target: int) -> Attention:
+    """Two heads: one attends to the key `target` back where there is one, else to the first; the other evenly to all that it sees."""
+    count = len(TOKENS)
+    sharp = np.zeros((count, count), dtype=np.float32)
+    sharp[range(count), [max(query - target, 0) for query in range(count)]] = 1
+    even = np.tril(np.ones((count, count), dtype=np.float32))
+    even /= even.sum(axis=1, keepdims=True)
+    return Attention("job_a", list(range(count)), TOKENS, [f"t{token}" for token in TOKENS], {3: np.stack([sharp, even])}, {3: [0, 5]})
+
+
+@pytest.mark.parametrize(("behaviour", "back"), [("previous", 1), ("current", 0), ("first", 99), ("duplicate", 6), ("induction", 5)])
+def test_a_score_is_the_share_of_attention_on_the_keys_of_its_behaviour(behaviour: Any, back: int) -> None:
+    best, other = _ideal(back).scores(behaviour)
+    assert (best.layer, best.head, best.score) == (3, 0, 1.0)
+    queries = {"previous": range(1, 13), "current": range(13), "first": range(1, 13)}.get(behaviour, range(7, 13))
+    assert other.score == pytest.approx(np.mean([1 / (query + 1) for query in queries]), abs=1e-6)
+    assert (other.layer, other.head) == (3, 5)
+
+
+def test_a_behaviour_without_keys_in_the_prompt_is_refused() -> None:
+    found = attention_of(reader(positions=range(6)), 0)
+    assert found.behaviours() == ["previous", "current", "first"]
+    with pytest.raises(MidstreamError, match="no query has a key for 'induction'") as caught:
+        found.scores("induction")
+    assert caught.value.allowed == "previous, current, first"
+    with pytest.raises(MidstreamError, match="'sideways' is not known"):
+        found.scores("sideways")  # type: ignore[arg-type]
+
+
+def test_the_maps_show_each_head_with_rows_of_queries_and_columns_of_keys() -> None:
+    lines = printed(_ideal(1), [(3, 0)], width=60).splitlines()
+    assert lines[0].split() == ["layer", "3", "head", "0"]
+    cells = [line[4:] for line in lines[1 : 1 + len(TOKENS)]]
+    assert [line[:4].strip() for line in lines[1 : 1 + len(TOKENS)]] == [f"t{token}" for token in TOKENS]
+    assert cells[0].rstrip() == "██"
+    for query in range(1, len(TOKENS)):
+        assert cells[query].rstrip() == "··" * (query - 1) + "██" + "··"
+    assert "0 ····░░░░▒▒▒▒▓▓▓▓████ 1 share of the query's attention" in "\n".join(lines)
+
+
+def test_the_maps_fit_the_terminal_and_merge_tokens_where_they_must() -> None:
+    found = attention_of(reader())
+    for width in (30, 60, 200):
+        assert max(map(len, printed(found, width=width).splitlines())) <= width
+    assert printed(found, width=200).splitlines()[0].count("layer") > printed(found, width=60).splitlines()[0].count("layer")
+    narrow = printed(found, width=12)
+    assert narrow.split()[0] == "0.0"
+    assert "a cell is 2" in narrow
+    merged = show.coarse(_ideal(1).of(3, 0), 4)
+    assert merged.shape == (4, 4)
+    np.testing.assert_array_equal(np.isnan(merged), np.triu(np.ones((4, 4), dtype=bool), 1))
+    assert np.diagonal(merged)[:3].tolist() == [1, 1, 1]
+    assert "\x1b[48;2;8;48;107m" in printed(_ideal(1), colour="truecolor")
+
+
+def test_of_many_heads_the_strongest_are_drawn() -> None:
+    found = attention_of(reader())
+    assert show.panels_of(found, 8) == found.panels
+    few = show.panels_of(found, 3)
+    assert len(few) == 3
+    assert few == sorted(few)
+    assert {(each.layer, each.head) for name in BEHAVIOURS[:3] for each in found.scores(name)[:1]} <= set(few)
+    best = [(each.layer, each.head) for each in found.scores("induction")]
+    assert show.panels_of(found, 3, "induction") == best[:3]
+    assert "3 of 8 heads" in printed(found, best[:3])
+
+
+def test_the_picture_has_a_panel_per_head_with_the_values_in_place(tmp_path: Path) -> None:
+    found = attention_of(reader())
+    drawn = found.figure(tmp_path / "out.png", panels=[(0, 1), (1, 3)])
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    panels = drawn.axes[:2]
+    assert [axis.get_title() for axis in panels] == ["layer 0, head 1", "layer 1, head 3"]
+    values = np.ma.filled(panels[1].images[0].get_array(), np.nan)
+    seen = np.tril(np.ones(values.shape, dtype=bool))
+    np.testing.assert_array_equal(values[seen], found.of(1, 3)[seen])
+    assert np.isnan(values[~seen]).all()
+    assert len({axis.images[0].get_clim() for axis in panels}) == 1, "one scale"
+    with pytest.raises(MidstreamError, match="head 9 of layer 0 is not here"):
+        attention_figure.figure(found, panels=[(0, 9)])
+    with pytest.raises(MidstreamError, match="0 panels"):
+        attention_figure.figure(found, panels=[])
+    with pytest.raises(MidstreamError, match="not a figure format"):
+        attention_figure.figure(found, tmp_path / "out.xyz")
+
+
+def test_a_notebook_shows_the_picture_or_the_terminals_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = attention_of(reader())
+    assert "data:image/png;base64," in found._repr_html_()
+    monkeypatch.setattr(figures, "matplotlib", lambda: (_ for _ in ()).throw(MidstreamError("unavailable", "no matplotlib")))
+    assert "What heads attend to" in rendered("attention_html", found)
+
+
+def test_the_command_draws_a_capture_and_gives_its_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "tag" / "job_a"
+    folder.mkdir(parents=True)
+    (folder / "tag.p0.pp0.safetensors").write_bytes(blob(requests=1))
+
+    def run(*options: str) -> str:
+        main(["attention", str(folder), *options])
+        return capsys.readouterr().out
+
+    with pytest.raises(SystemExit) as ended:
+        run("--show", "1.2", "--figure", str(tmp_path / "out.png"))
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "layer 1 head 2" in shown
+    assert "1 of 8 heads" in shown
+    assert (tmp_path / "out.png").exists()
+    with pytest.raises(SystemExit):
+        run("--json", "--layers", "0", "--heads", "1-2")
+    facts = json.loads(capsys.readouterr().out)
+    assert sorted(facts["scores"]) == sorted(BEHAVIOURS)
+    assert {(each["layer"], each["head"]) for each in facts["scores"]["induction"]} == {(0, 1), (0, 2)}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "give either a prompt, or a capture"),
+        (["job_x", "--prompt", "a"], "give either a prompt, or a capture"),
+        (["job_x", "--behaviour", "sideways"], "'sideways' is not known"),
+        (["job_x", "--figure", "out.xyz"], "not a figure format"),
+    ],
+)
+def test_the_command_refuses_options_by_name(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["attention", *options])
+    assert ended.value.code == 1
+    assert words in capsys.readouterr().err
+
+
+def test_the_call_captures_queries_and_keys_as_attention_uses_them() -> None:
+    fields = capture_fields((1, 2, 3), "0-2", {"model": "m"})
+    assert fields == {
+        "model": "m", "prompts": [[1, 2, 3]], "sampling": {"max_tokens": 1},
+        "capture": {"hooks": {"q": "0-2", "k": "0-2"}, "positions": "all_prompt", "at": "after"},
+    }  # fmt: skip
+    assert len(attention_of(reader()).layers) == LAYERS
