@@ -15,7 +15,23 @@ from ..schemas.settings import Settings
 from ..schemas.version import __version__
 from . import openapi
 from .context import open_context
-from .routes import captures, completions, jobs, keys, loras, pages, saes, service, source_runs, status, steering, sweeps, tokens, webhooks
+from .routes import (
+    captures,
+    completions,
+    jobs,
+    keys,
+    loras,
+    pages,
+    probes,
+    saes,
+    service,
+    source_runs,
+    status,
+    steering,
+    sweeps,
+    tokens,
+    webhooks,
+)
 from .web import problems
 from .web.auth import authorize
 from .web.body import JsonRequest
@@ -26,8 +42,8 @@ from .web.request_context import awaits_log
 VERSION_HEADER = "x-midstream-version"
 
 ROUTES = [
-    *jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *source_runs.ROUTES, *steering.ROUTES, *loras.ROUTES, *saes.ROUTES, *sweeps.ROUTES,
-    *webhooks.ROUTES, *keys.ROUTES, *status.ROUTES, *service.ROUTES, *pages.ROUTES, *tokens.ROUTES,
+    *jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *source_runs.ROUTES, *steering.ROUTES, *loras.ROUTES, *saes.ROUTES,
+    *probes.ROUTES, *sweeps.ROUTES, *webhooks.ROUTES, *keys.ROUTES, *status.ROUTES, *service.ROUTES, *pages.ROUTES, *tokens.ROUTES,
 ]  # fmt: skip
 
 

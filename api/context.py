@@ -15,6 +15,7 @@ from ..broker.artifacts.retention import Usage
 from ..broker.ledger.jobs import Ledger, Outcome, new_job_id
 from ..broker.ledger.keys import Keys
 from ..broker.ledger.loras import Loras
+from ..broker.ledger.probes import Probes
 from ..broker.ledger.saes import Saes
 from ..broker.ledger.scripts import stored_tags
 from ..broker.ledger.source_runs import SourceRuns
@@ -38,6 +39,7 @@ from .resolve import admission, global_capture, patches, steering
 from .resolve.callback_url import check_callback
 from .resolve.loras import named_lora
 from .resolve.model_state import NOTHING, ModelState, find_runs
+from .resolve.probes import probes_of
 from .resolve.request_parsing import ParsedRequest
 from .resolve.tokenizer import Codec
 from .resolve.tokenizer_pool import BundleHelpers, Helpers
@@ -75,6 +77,7 @@ class AppContext:
         self.steering = Steering(ledger)
         self.loras = Loras(ledger)
         self.saes = Saes(ledger)
+        self.probes = Probes(ledger)
         self.watcher = watcher
         self.celery = celery
         self.store = open_store(settings.capture_root)
@@ -150,11 +153,13 @@ class AppContext:
         """
         info = await self.model(parsed.model)
         named = steering.modules_named(parsed.steering, parsed.patch)
-        if (named or parsed.lora or patches.runs_of(parsed.patch)) and idempotency and (known := await self.ledger.repeated(idempotency)):
-            return known  # whatever has become of the modules, runs and adapters since
+        names = named or parsed.lora or parsed.probes or patches.runs_of(parsed.patch)
+        if names and idempotency and (known := await self.ledger.repeated(idempotency)):
+            return known  # whatever has become of the modules, probes, runs and adapters since
         lora = await named_lora(parsed.lora, info, self.loras)
+        probes = await probes_of(parsed.probes, info, self.probes)
         model_state = await self.model_state(info.name, named, caller, parsed.patch) if parsed.steering or parsed.patch else NOTHING
-        admitted = await admission.admit(parsed, info, await self.codec(info), new_job_id(), model_state, caller, lora)
+        admitted = await admission.admit(parsed, info, await self.codec(info), new_job_id(), model_state, caller, lora, probes)
         return await self.accept(admitted.job, info, admitted.blobs, idempotency, admitted.pinned)
 
     async def accept(

@@ -15,6 +15,7 @@ from .keys import DEFAULT_TENANT
 from .lens import LensSpec
 from .limits import MAX_INT64, MAX_PROMPTS, MAX_STOP_TEXT, MAX_STOP_TOKENS, MAX_STOPS, Count, Index, Metadata, Name, Text, TokenIds
 from .loras import Adapted, LoraUse, StoredLora
+from .probes import ProbeList, ProbeResult, StoredProbe
 from .readings import LensReading
 from .specs import CaptureSpec, CaptureStatus, PatchList, SteeringList, StoredCapture, StoredSteering
 from .states import TERMINAL as TERMINAL
@@ -66,6 +67,7 @@ class JobRequest(Adapted, kw_only=True):
     steering: SteeringList = []
     patch: PatchList = []
     lens: LensSpec | None = None
+    probes: ProbeList = []
     metadata: Metadata = {}
 
 
@@ -103,10 +105,11 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     trace: str = ""  # W3C traceparent of its submission; empty: not traced
     lora: StoredLora | None = None  # adapter that all its requests are computed with
     fills: bool = False  # of prompts with images: generate as long as the model's length allows, which `sampling.max_tokens` exceeds
+    probes: list[StoredProbe] = []  # that score all its prompts
 
     @property
     def wants_receipts(self) -> bool:
-        return any(self.captures) or any(self.steering) or self.sweep is not None or self.lora is not None
+        return any(self.captures) or any(self.steering) or self.sweep is not None or self.lora is not None or bool(self.probes)
 
     @cached_property
     def captured(self) -> dict[str, int]:
@@ -254,11 +257,12 @@ class JobResult(Record):
     state: State
     outputs: list[Output]
     capture_results: CaptureResults
-    determinism: Determinism | None  # null when nothing of the job was captured or steered
+    determinism: Determinism | None  # null when nothing of the job was captured, steered or probed
     attempt: int
     sweep: SweepResult | None = None
     lora: LoraUse | None = None  # the adapter that it ran with
     lens: list[LensReading] | None = None  # one per prompt, if the request asked for one
+    probes: list[ProbeResult] = []
 
 
 class JobPage(Record):

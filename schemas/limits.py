@@ -92,6 +92,14 @@ MAX_SAE_CONFIG = 1 << 20  # bytes of cfg.json
 MAX_SAE_BYTES = 8 << 30  # of sae_weights.safetensors or params.npz, also once unpacked
 MAX_SAE_WIDTH = 1 << 21  # features of one
 
+# --- Probes ---------------------------------------------------------------------------------------------------------------
+
+MAX_PROBES = 256  # registered, of one model
+MAX_WATCHING = 16  # of those, on all traffic
+MAX_REQUEST_PROBES = 16  # that one request names
+MAX_PROBE_LABELS = 64  # of one probe
+MAX_PROBE_TOKENS = 1 << 18  # scores of single tokens that come back, over all prompts and probes of a job
+
 # --- Sweeps --------------------------------------------------------------------------------------------------------------
 
 MAX_PAIRS = 256

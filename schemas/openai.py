@@ -18,6 +18,7 @@ from .jobs import CaptureResults, Determinism, Prompt, Seed, StopText, StopTexts
 from .lens import LensSpec
 from .limits import MAX_PROMPT_TOKENS, Count, Index, Label, Metadata, Name, Text
 from .loras import Adapted, LoraSupport
+from .probes import ProbeList, ProbeResult
 from .readings import LensReading
 from .specs import CaptureSpec, PatchList, SteeringList
 
@@ -84,6 +85,7 @@ class OpenAIRequest(Adapted, kw_only=True):
     patch: PatchList = []
     capture: CaptureSpec | None = None
     lens: LensSpec | None = None  # an answer with a lens is held for it
+    probes: ProbeList = []
     #: Hold the answer until every capture is durable and every rank has reported. A steered answer is always held for the
     #: ranks' reports, so that an intervention which was not applied is never answered as if it were.
     capture_wait: bool = False
@@ -161,6 +163,8 @@ class Answer(Record, kw_only=True):
     capture_results: CaptureResults | UnsetType = UNSET
     determinism: Determinism | UnsetType | None = UNSET
     lens: list[LensReading] | UnsetType = UNSET  # one per prompt, if the request asked for one
+    #: Present with probes; in the last chunk of a stream.
+    probes: list[ProbeResult] | UnsetType = UNSET
 
 
 class CompletionLogprobs(Record):

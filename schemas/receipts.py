@@ -3,6 +3,7 @@
 import msgspec
 
 from .base import Wire
+from .probes import ProbeScore
 
 #: Version of the frames between ranks and relay: `[PROTOCOL, kind, epoch, seq u64be, payload]`.
 PROTOCOL = 1
@@ -64,6 +65,7 @@ class Receipt(Wire):
     epoch: int = 0  # how often this rank's action ledger was reset: checksums are compared within one epoch
     graded: list[float] = []  # what `RankSpec.grade` asked, from the last stage's first rank
     trace: str = ""  # W3C traceparent of the attempt, as `RankSpec.trace`
+    scores: list[ProbeScore] = []  # of the probes whose layers the stage has, from its first rank
 
     @property
     def verdict(self) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ from .images import ImageSpan
 from .interventions import FAMILY, MEANINGS, Family, SteeringOp
 from .limits import MAX_CONSUMERS, MAX_ENTRIES, MAX_HOOKS, MAX_POSITIONS, MAX_TAG, Count, Index, Name, Reference
 from .loras import LoraUse
+from .probes import StoredProbe
 from .readings import Reading
 from .selectors import (
     DimensionSelector,
@@ -42,6 +44,8 @@ Layout = Literal["auto", "packed", "per_file", "segment"]
 #: Consumers of the rows, by name: `filesystem`, `memory`, `logging`, and any installed ones.
 Consumers = Annotated[list[Name], msgspec.Meta(min_length=1, max_length=MAX_CONSUMERS)]
 DEFAULT_CONSUMERS = ("filesystem",)
+#: The consumer of rows that probes score: users cannot name it.
+PROBED = "probes"
 LAYERS_AND_HOOKS = "give either `hooks` or `hook` with `layers`, not both"
 
 
@@ -207,7 +211,12 @@ class StoredCapture(Record, omit_defaults=True):
     @property
     def everywhere(self) -> bool:
         """Whether every rank of a tensor-parallel stage records it, and not only the first."""
-        return self.reading is not None and self.reading.everywhere
+        return self.scored or (self.reading is not None and self.reading.everywhere)
+
+    @property
+    def scored(self) -> bool:
+        """Whether its rows are for probes: they are not stored."""
+        return self.consumers == [PROBED]
 
     @property
     def num_sites(self) -> int:
@@ -230,6 +239,19 @@ class StoredCapture(Record, omit_defaults=True):
         passed = max(chosen.start - prompt_tokens, 0)  # generated tokens before the first that is named
         first = prompt_tokens + -(-passed // self.every_n) * self.every_n
         return len(of_prompt) + len(range(first, chosen.stop, self.every_n))
+
+
+def probe_captures(probes: Sequence[StoredProbe]) -> list[StoredCapture]:
+    """What records the rows of these probes, of all positions: one capture for each side of the interventions."""
+    sides: dict[At, dict[Hook, set[int]]] = {}
+    for content in (probe.content for probe in probes):
+        sides.setdefault(content.at, {}).setdefault(content.hook, set()).add(content.layer)
+    return [
+        StoredCapture(
+            sites={hook: sorted(layers) for hook, layers in sorted(hooks.items())}, positions="all", tag=PROBED, at=at, consumers=[PROBED]
+        )
+        for at, hooks in sides.items()
+    ]
 
 
 #: Bytes of a captured position apart from its rows: its number and its token id, int64 each.
@@ -292,6 +314,12 @@ class RankSpec(Record):
     lora: LoraUse | None = None  # adapter that its rows are computed with
     chunk: int = 0  # tokens in one step, at most, where the engine can split a prefill; 0: as many as fit
     images: list[ImageSpan] = []  # of the prompt
+    probes: list[StoredProbe] = []  # that score its tokens; their rows are among `captures`
+
+    @property
+    def ids(self) -> tuple[str, int, int]:
+        """Job, prompt and attempt."""
+        return self.job, self.request, self.attempt
 
     @property
     def key(self) -> str:

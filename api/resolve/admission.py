@@ -21,6 +21,7 @@ from ...schemas.jobs import Job, Sampling, StoredPrompt
 from ...schemas.keys import EVERYBODY, Caller, scoped
 from ...schemas.loras import StoredLora
 from ...schemas.models import ModelInfo
+from ...schemas.probes import StoredProbe
 from ...schemas.selectors import DimensionSelector, LayerSelector, RequestedPositions, Span, no_text, parts_of
 from ...schemas.specs import PatchSpec, StoredCapture, StoredSteering
 from .captures import Bounds, PromptFacts, has_text, resolve_captures
@@ -28,6 +29,7 @@ from .images import check_number as check_number_of_images
 from .images import placed
 from .model_state import NOTHING, ModelState
 from .patches import runs_of
+from .probes import check_step, check_tokens
 from .readings import positions_asked, resolve_readings, with_token_ids
 from .request_parsing import ParsedPrompt, ParsedRequest
 from .steering import check_number, modules_named, resolve_edits
@@ -272,13 +274,15 @@ def facts_of(parsed: ParsedRequest, prompts: Sequence[StoredPrompt], codec: Code
 
 async def admit(
     parsed: ParsedRequest, model: ModelInfo, codec: Codec, job_id: str, model_state: ModelState = NOTHING, caller: Caller = EVERYBODY,
-    lora: StoredLora | None = None,
+    lora: StoredLora | None = None, probes: Sequence[StoredProbe] = (),
 ) -> Admitted:  # fmt: skip
-    """The wish as a job of `caller` under `job_id`, with this adapter. Raises a 400 with the path of the first field at fault."""
+    """The wish as a job of `caller` under `job_id`, with adapter and probes. Raises a 400 with the path of the field at fault."""
     check_sampling(parsed.sampling, parsed.sampling_at, model)
     prompts = await tokenise(parsed.prompts, model, codec)
     max_tokens = check_lengths(parsed, prompts, model)
+    check_tokens(probes, [len(prompt.token_ids) + max_tokens for prompt in prompts])
     captures, steering, blobs = await resolve(parsed, prompts, model, codec, max_tokens, model_state)
+    check_step(probes, captures, model)
     job = Job(
         id=job_id,
         kind=parsed.kind,
@@ -295,9 +299,11 @@ async def admit(
         fills=parsed.fill_max_tokens and any(prompt.images for prompt in prompts),
         run=scoped(caller.tenant, parsed.capture.run) if parsed.capture and parsed.capture.run else "",
         lora=lora,
+        probes=list(probes),
         **handled(parsed.handling, caller),
     )
     named = {name for module in model_state.modules.values() for name in module.tensors}
+    named |= {name for probe in probes for name in probe.content.tensors}
     blobs |= {digest_of(data): data for prompt in parsed.prompts for data in prompt.images}
     return Admitted(job, blobs, sorted(named - blobs.keys()))
 

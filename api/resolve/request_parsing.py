@@ -15,6 +15,7 @@ from ...schemas.jobs import JobRequest, Sampling
 from ...schemas.lens import LensSpec
 from ...schemas.limits import MAX_PROMPTS, MAX_UNSERVED
 from ...schemas.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
+from ...schemas.probes import ProbeUse
 from ...schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
 from .images import read_image
 
@@ -51,6 +52,7 @@ class ParsedRequest:
     metadata: dict[str, str] = field(default_factory=dict)
     handling: Handling = field(default_factory=Handling)
     lora: str | None = None
+    probes: list[str | ProbeUse] = field(default_factory=list)
 
 
 def parse_job(body: JobRequest) -> ParsedRequest:
@@ -74,6 +76,7 @@ def parse_job(body: JobRequest) -> ParsedRequest:
         metadata=body.metadata,
         handling=handling_of(body),
         lora=body.lora,
+        probes=body.probes,
     )
 
 
@@ -95,6 +98,7 @@ def parse_completion(body: CompletionRequest) -> ParsedRequest:
         metadata=body.metadata or {},
         handling=handling_of(body),
         lora=body.lora,
+        probes=body.probes,
     )
 
 
@@ -122,6 +126,7 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
         metadata=body.metadata or {},
         handling=handling_of(body),
         lora=body.lora,
+        probes=body.probes,
     )
 
 

@@ -18,7 +18,9 @@ from ...schemas.base import now, to_json, to_msgpack
 from ...schemas.errors import STATUS_OF_KIND, MidstreamError
 from ...schemas.jobs import TERMINAL, TRANSITIONS, Job, State
 from ...schemas.keys import unscoped
+from ...schemas.limits import MAX_PROBES, MAX_WATCHING
 from ...schemas.loras import use_of
+from ...schemas.probes import Probe
 from ...schemas.receipts import LostRange, Receipt
 from ...schemas.settings import Settings
 from ...schemas.source_runs import Run
@@ -46,7 +48,7 @@ NAMES = (
     "submit", "claim", "store", "fail", "cancel", "cancelled", "release", "release_boots", "renew", "emit",
     "settle", "lost", "sweep", "look_again", "forget_captures", "removed_captures", "desync",
     "propose", "commit", "abort", "put_module", "delete_module", "delete_run", "keep_units", "top_up", "recount", "recounted",
-    "list_modules", "forget_workers",
+    "list_modules", "forget_workers", "put_probe", "delete_probe",
 )  # fmt: skip
 
 #: Included at the start of every script, in this order.
@@ -135,9 +137,9 @@ def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]
 
 
 def asked_requests(job: Job) -> int:
-    """Number of the job's prompts that have an intervention, a capture or an adapter, and so get a receipt from every rank.
+    """Number of the job's prompts that have an intervention, a capture, a probe or an adapter, and so get a receipt from every rank.
     (0 for a sweep, which reads its own receipts.)"""
-    if job.lora is not None:
+    if job.lora is not None or job.probes:
         return len(job.prompts)
     return sum(1 for captures, steering in zip_longest(job.captures, job.steering) if captures or steering)
 
@@ -251,6 +253,15 @@ def put_module(settings: Settings, module: Module, former: bytes | None, other: 
         settings, model=module.model, name=module.name, module=to_msgpack(module), former=former, other=other,
         tenant=unscoped(module.name)[0], size=size_of(module), limits=limits_of(settings),
         tensors=_tensors({name: blobs.get(name, b"") for name in module.tensors}),
+    )  # fmt: skip
+
+
+def put_probe(settings: Settings, probe: Probe, former: bytes | None, blobs: Mapping[str, bytes]) -> list[bytes]:
+    """`former`: as stored."""
+    return pack(
+        settings, model=probe.model, name=probe.name, probe=to_msgpack(probe), former=former, limit=MAX_PROBES,
+        watching=probe.watch is not None, watch_limit=MAX_WATCHING,
+        tensors=_tensors({name: blobs.get(name, b"") for name in probe.content.tensors}),
     )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
+import numpy as np
+
 from ...schemas.base import from_json, from_msgpack, now
 from ...schemas.errors import Problem, invalid
 from ...schemas.handling import Callback, Priority
@@ -22,6 +24,7 @@ from ...schemas.jobs import (
 )
 from ...schemas.keys import DEFAULT_TENANT, shown
 from ...schemas.loras import LoraUse
+from ...schemas.probes import ProbeResult, ProbeScore
 from ...schemas.readings import READER
 from ...schemas.receipts import CapturedFile, Receipt, receipt_decoder
 from ...schemas.selectors import as_ranges
@@ -133,11 +136,29 @@ def result(
         state=view.state,
         outputs=from_msgpack(outputs, list[Output]) if outputs else [],
         capture_results=capture_results(view, known, ticket, settings),
-        determinism=determinism(view, known, ticket) if known.captures or view.steered else None,
+        determinism=determinism(view, known, ticket) if known.captures or view.steered or any(each.scores for each in ticket) else None,
         attempt=view.attempt,
         sweep=sweep,
         lora=view.lora,
         **readings(ticket),
+        probes=[probe_result(each.request, score) for each in ticket for score in each.scores if not score.watching],
+    )
+
+
+def probe_result(request: int, score: ProbeScore) -> ProbeResult:
+    crossed = {label: position for label, position in zip(score.labels, score.crossed, strict=True) if position is not None}
+    tokens = np.frombuffer(score.tokens, dtype="<f4").reshape(-1, len(score.labels)).tolist() if score.tokens else None
+    return ProbeResult(
+        request=request,
+        probe=score.name,
+        digest=score.digest,
+        scores=dict(zip(score.labels, score.score, strict=True)),
+        positions=score.positions,
+        crossed=crossed,
+        action=score.action,
+        flagged=score.action == "flag" and bool(crossed),
+        stopped=False,
+        tokens=tokens,
     )
 
 

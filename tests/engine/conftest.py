@@ -24,7 +24,7 @@ SHARING = tuple(
     f"test_{name}.py"
     for name in (
         "attention", "block_keys", "capture_rows", "global_order", "graded_tokens", "interventions", "lens", "lora", "modes", "executed",
-        "patching", "patching_cells", "prefix_cache", "non_finite", "rank_calls", "reentry", "steering_rows", "token_ranges",
+        "patching", "patching_cells", "prefix_cache", "probes", "non_finite", "rank_calls", "reentry", "steering_rows", "token_ranges",
     )
 )  # fmt: skip
 

@@ -238,6 +238,7 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
 
     steering = [entry for entries in job.steering for entry in entries]
     tensors = {name for each in (*steering, *command.everyone.entries) for name in each.tensors}
+    tensors |= {name for probe in job.probes for name in probe.content.tensors}
     names = sorted(name for name in tensors if name != ZEROS and not is_row(name))
     entry = command.entries.get(job.id)
     runs = sorted({*runs_named(tensors), *([entry.run] if entry else [])})

@@ -23,6 +23,7 @@ from midstream.schemas.interventions import STEERING_FIELDS
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
 from midstream.schemas.loras import StoredLora
 from midstream.schemas.models import ModelInfo
+from midstream.schemas.probes import StoredProbe
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.selectors import Hook, PositionSelector
 from midstream.schemas.settings import Settings, to_environment
@@ -122,6 +123,7 @@ class Host:
         capture: StoredCapture | list[StoredCapture] | None = None,
         steering: list[StoredSteering] | None = None,
         lora: StoredLora | None = None,
+        probes: list[StoredProbe] | None = None,
         **sampling: Any,
     ) -> Job:
         """A job with a new id; the capture's positions are resolved against each prompt."""
@@ -136,6 +138,7 @@ class Host:
             steering=[steering for _ in prompts] if steering else [],
             captures=[[_resolved(each, prompt) for each in captures] for prompt in prompts] if captures else [],
             lora=lora,
+            probes=probes or [],
         )
 
     def run(self, *jobs: Job, cancel_after: dict[str, int] | None = None) -> dict[str, list[Output]]:

@@ -21,6 +21,7 @@ from midstream.schemas.jobs import Event, Job, Output
 from midstream.schemas.keys import Key, Tenant
 from midstream.schemas.loras import Lora, LoraUse
 from midstream.schemas.models import ModelInfo, TokenizerBundle, WorkerInfo
+from midstream.schemas.probes import Probe
 from midstream.schemas.readings import LensPart
 from midstream.schemas.receipts import LostRange, Receipt
 from midstream.schemas.saes import Sae
@@ -36,7 +37,7 @@ FILE = Path(__file__).parents[1] / "data" / "wire.json"
 #: What crosses a wire or lies in Redis, and how it is written there. What is inside of these need not be named.
 MSGPACK: tuple[Any, ...] = (
     Receipt, LostRange, Hello, Refusal, Job, Output, RankSpec, Run, RunFiles, UnitRecord, Module, Proposal, GlobalSteering,
-    WorkerSteering, Tensor, TokenizerBundle, Key, Tenant, Lora, LensPart, Sae,
+    WorkerSteering, Tensor, TokenizerBundle, Key, Tenant, Lora, LensPart, Probe, Sae,
 )  # fmt: skip
 JSON: tuple[Any, ...] = (ModelInfo, WorkerInfo, Event, Problem, Callback, DeliveryAttempt, LoraUse)
 

@@ -10,8 +10,9 @@ from ...schemas.jobs import Job, Output, Sampling
 from ...schemas.keys import DEFAULT_TENANT
 from ...schemas.loras import LoraUse, StoredLora, use_of
 from ...schemas.models import ModelInfo, TokenizerBundle
+from ...schemas.probes import StoredProbe
 from ...schemas.source_runs import RunFiles
-from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering
+from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering, probe_captures
 from ...schemas.steering import GlobalSteering, RankApplied, RankSteering
 from ...schemas.tensors import Tensor
 
@@ -46,6 +47,7 @@ class EngineRequest:
     images: list[ImageRef] = field(default_factory=list)  # with them, tokens and positions are those of the prompt as written
     files: list[bytes] = field(default_factory=list)  # of the images, in their order
     spans: list[ImageSpan] = field(default_factory=list)  # where they are, once the engine has expanded the prompt
+    probes: list[StoredProbe] = field(default_factory=list)  # their rows are among `captures`
     fills: bool = False  # `sampling.max_tokens` is what the model's length leaves
 
 
@@ -59,7 +61,7 @@ def engine_request(job: Job, request: int, attempt: int, trace: str = "", files:
         token_ids=job.prompts[request].token_ids,
         sampling=job.sampling,
         steering=job.steering[request] if job.steering else [],
-        captures=job.captures[request] if job.captures else [],
+        captures=[*(job.captures[request] if job.captures else []), *probe_captures(job.probes)],
         captured=job.captured,
         stream=job.stream,
         trace=trace,
@@ -67,6 +69,7 @@ def engine_request(job: Job, request: int, attempt: int, trace: str = "", files:
         lora=use_of(job.lora),
         images=images,
         files=[(files or {})[image.digest] for image in images],
+        probes=job.probes,
         fills=job.fills,
     )
 

@@ -40,6 +40,7 @@ def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec |
         lora=ask.lora,
         chunk=ask.chunk,
         images=ask.spans,
+        probes=ask.probes,
     )
 
 

@@ -308,7 +308,8 @@ class VllmEngine(RankControl):
     def _captured_bytes(self, ask: EngineRequest) -> int:
         """How much of its rows a rank may hold in memory."""
         window = self._settings.capture_window_mib << 20
-        return sum(min(window, self._rows_of(capture, ask) * self._row_bytes) for capture in ask.captures)
+        kept = (capture for capture in ask.captures if not capture.scored)  # what is scored is dropped in its step
+        return sum(min(window, self._rows_of(capture, ask) * self._row_bytes) for capture in kept)
 
     def _rows_of(self, capture: StoredCapture, ask: EngineRequest) -> int:
         max_tokens = ask.sampling.max_tokens + self._settings.speculative_tokens  # drafts beyond the end are also computed

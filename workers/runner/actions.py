@@ -22,6 +22,7 @@ Kind = Literal[
     "row_release",
     "steer",
     "lora",
+    "probe",
 ]
 Content = tuple[str | int, ...]
 
@@ -37,6 +38,7 @@ KINDS: dict[Kind, tuple[str, ...]] = {
     "row_release": ("key",),
     "steer": ("job", "request", "attempt", "digest"),
     "lora": ("job", "request", "attempt", "digest of the adapter that its rows were computed with"),
+    "probe": ("job", "request", "attempt", "crc32 of the scores of all its tokens"),
 }
 
 _MASK = (1 << 64) - 1

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from .finite_check import all_finite
 from .landing import LANDED, Landing
 from .mover import Mover
 from .sites import Site
+
+if TYPE_CHECKING:
+    from .watches import Plan, Watch
 
 
 class Ports:
@@ -129,6 +132,8 @@ class Recording:
     reused: list[Extent] = field(default_factory=list)  # rows that an earlier request recorded, see `row_store`
     dropped: set[int] = field(default_factory=set)  # positions not recorded, under overload
     stream: Leaving | None = None  # where rows go that leave before the request ends
+    watch: "Watch | None" = None  # of rows that probes score, and the next
+    plan: "Plan | None" = None
     _moving: tuple[int, "Future[list[Extent]]"] | None = None  # runs up to this one are being copied
     _compacted: int = 0  # so many of `runs` are copies already
 
@@ -171,6 +176,12 @@ class Recording:
         del self.runs[:count]
         self.recorded -= positions
         return len(self.ports) * positions
+
+    def discard(self, stop: int) -> None:
+        """Let go of the runs that end at or before position `stop`: their rows are scored."""
+        self.runs = [run for run in self.runs if run.positions.stop > stop]
+        self.recorded = sum(run.count for run in self.runs)
+        self._moving, self._compacted = None, 0
 
     def forget(self) -> None:
         if self.stream is not None:

@@ -41,6 +41,8 @@ KNOWN = {
     "reading": "computing a reading of captured rows fails",
     "slow_write": "writing a group of captures takes a second longer",
     "swap_lora": "the next step's rows are taken for another adapter's",
+    "alter_score": "the probes' scores of the next step in which there are any are wrong on this rank",
+    "lose_score": "scoring a step's rows raises",
     "plan": "planning a step raises",
     "skip_site": "in the next step in which a site has something to do, the last such site does not run on this rank",
     "commit": "putting a step's plan where the forward pass reads it raises",
@@ -122,6 +124,12 @@ class Faults:
     def of_lora(self) -> bool:
         """Whether this step's rows are taken for another adapter's."""
         return self._once("swap_lora")
+
+    def of_score(self) -> bool:
+        """Whether this step's scores are wrong. Raises RuntimeError where they cannot be computed."""
+        if "lose_score" in self:
+            raise RuntimeError("fault injected: lose_score")
+        return self._once("alter_score")
 
     def of_row(self, content: RowContent) -> RowContent:
         """What is written to the table instead of a row's content."""

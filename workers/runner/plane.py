@@ -28,7 +28,7 @@ from ...schemas.version import __version__
 from ...storage.file_store import scratch
 from ...storage.store import open_store
 from .actions import ActionLedger
-from .capture import Ports, Recording
+from .capture import Extent, Ports, Recording
 from .config import Place, PlaneConfig
 from .executed import Miscount
 from .faults import Faults
@@ -40,10 +40,11 @@ from .mover import Mover
 from .overload import Overload
 from .planner import Planner, Tracked
 from .prepared_rows import rows_of
+from .probes import Scorer
 from .process import begin_helper
 from .readings import Reader, Readings
 from .reentry import Reentry, ReentryGate
-from .reports import Reports
+from .reports import Reports, unreadable
 from .row_index import Keeping, KeptBlock
 from .row_store import RowStore
 from .sites import Buffers, Site
@@ -128,6 +129,7 @@ class DataPlane:
         self._planner = Planner(sites, buffers, self._table, self._slabs, self._overload, self._mover, traced=traced)
         self._row_store, self._keeping = RowStore(self._mover), cast("Keeping | None", None)
         self._grading = Grading()
+        self._probes = Scorer(self._table.vectors, self._hidden_size, waits=device.type == "cpu", faulty=self.faults.of_score)
         self._finite = FiniteCheck(sites, buffers)
         self._view: StepView | None = None  # of the step that was planned and has not run
         self.entering = Reentry(gate, self.runs, self._hidden_size, self._dtype, buffers.ring.device) if gate is not None else None
@@ -290,6 +292,8 @@ class DataPlane:
         needed = {request_id: len(finish.token_ids) for request_id, finish in finished.items() if request_id in self._tracked}
         with self._guard(self._tracked.values(), ""):
             self._judge(self._finite.settle(needed))
+        with self._guard([tracked for tracked in self._tracked.values() if tracked.watch is not None], "probe_failed"):
+            self._probes.settle(wait=bool(needed))
         for request_id in sorted(finished):
             tracked = self._tracked.pop(request_id, None)
             if tracked is not None:
@@ -396,8 +400,10 @@ class DataPlane:
         if self.entering is not None:
             self.entering.done()
         if self._planner.busy:
+            recorded: list[tuple[Recording, Extent]] = []
             with self._guard([tracked for tracked in self._tracked.values() if tracked.recordings], "capture_failed"):
-                self._planner.drain()
+                recorded = self._planner.drain()
+            self._score(recorded)
         with self._guard(self._tracked.values(), ""):
             if "settle" in self.faults:
                 raise RuntimeError("fault injected: settle")
@@ -411,18 +417,26 @@ class DataPlane:
             self._keeping = None
         self._let_leave(view)
 
+    def _score(self, recorded: list[tuple[Recording, Extent]]) -> None:
+        """Score the rows of this step that probes watch, and those that the prefix cache served."""
+        if watched := [tracked for tracked in self._tracked.values() if tracked.watch is not None and not tracked.reported]:
+            with self._guard(watched, "probe_failed"):
+                self._probes.take(recorded, [recording for tracked in watched for recording in tracked.recordings.values()])
+
     def _let_leave(self, view: StepView | None) -> None:
         """Hand the writers the rows of long captures that this rank needs no more: blocks are kept when they are full."""
         row_bytes = self._hidden_size * self._dtype.itemsize
         for rows in view.requests if view is not None else ():
             tracked = self._tracked.get(rows.id)
-            if tracked is None or tracked.reported or all(each.stream is None for each in tracked.recordings.values()):
+            if tracked is None or tracked.reported or all(each.stream is None is each.watch for each in tracked.recordings.values()):
                 continue
             reached = rows.first_position + rows.num_rows
             if reached < tracked.spec.prompt_tokens:
                 reached -= reached % self.block_size
             with self._guard([tracked], "capture_failed"):
                 for recording in tracked.recordings.values():
+                    if recording.watch is not None:
+                        recording.discard(reached)
                     left = recording.leave(reached, self._streams.part // row_bytes)
                     if left and recording.stream is not None:
                         self._writer.stream(recording.stream.flush, left * row_bytes)
@@ -484,7 +498,7 @@ class DataPlane:
         try:
             spec = msgspec.convert(request.spec, RankSpec)
         except msgspec.ValidationError as error:  # another version's, most likely
-            self._refuse(request.spec, f"rank {self._place.rank} (Midstream {__version__}) cannot read the request: {error}")
+            self._fail(unreadable(request.spec), f"rank {self._place.rank} (Midstream {__version__}) cannot read the request: {error}", "")
             return
         tracked = Tracked(spec, admitted=self._step, cached_tokens=request.cached_tokens, touched=touched(spec))
         self._tracked[request.id] = tracked
@@ -502,6 +516,8 @@ class DataPlane:
             mine = [(number, capture) for number, capture in enumerate(spec.captures) if self._place.tp == 0 or capture.everywhere]
             recordings = ((number, Recording.of(capture, self._ports)) for number, capture in mine)
             tracked.recordings = {number: recording for number, recording in recordings if recording is not None}
+            with self._guard([tracked], "probe_failed"):
+                tracked.watch = self._probes.watch(spec, tracked.recordings.values())
             for recording in tracked.recordings.values():
                 recording.stream = self._streams.of(spec, recording, request.max_tokens)
         wanted = steering_rows(spec.global_steering) + steering_rows(spec.steering)
@@ -516,7 +532,7 @@ class DataPlane:
                 self.rank_state.check_sites(entry.hook, entry.layers)
             tracked.holds(self._rows.acquire(self._step, wanted))
             if wanted:
-                self.actions.fold(self._step, "steer", spec.job, spec.request, spec.attempt, spec.digest)
+                self.actions.fold(self._step, "steer", *spec.ids, spec.digest)
         except Exception as error:
             known = type(error) in (LookupError, ValueError)  # raised with a reason; a sweep may raise thousands of them
             logger.error("request %s cannot be steered: %s", spec.key, error, exc_info=not known)
@@ -562,24 +578,14 @@ class DataPlane:
         """
         self._reports.failed(self._step, tracked, message, kind)
         digest = tracked.spec.digest
-        shared = tracked.spec.entry is None  # otherwise no request, not even itself, is served what it fills under this digest
-        if digest and shared and kind != "capture_failed" and (self._taints.add(digest, self._step) or since is not None):
+        edited = kind not in ("capture_failed", "probe_failed")
+        shared = edited and tracked.spec.entry is None  # else no request, not even itself, is served what it fills under this digest
+        if digest and shared and (self._taints.add(digest, self._step) or since is not None):
             first = self._step if since is None else since
             for other in list(self._tracked.values()):  # came in the same step or later, on blocks that this one was to fill
                 served = other.cached_tokens > other.spec.first_affected
                 if other.spec.digest == digest and other.admitted >= first and served and not other.reported:
                     self._fail(other, _TAINTING, kind)
-
-    def _refuse(self, raw: dict[str, Any], message: str) -> None:
-        """An error receipt for a request whose spec cannot be read."""
-        spec = RankSpec(
-            version=str(raw.get("version", "")),
-            job=str(raw.get("job", "")),
-            request=int(raw.get("request", 0)),
-            attempt=int(raw.get("attempt", 0)),
-            prompt_tokens=0,
-        )
-        self._fail(Tracked(spec), message, "")
 
 
 def _give_up(error: Exception) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ...kernels import plan as columns
+from ...schemas.probes import ProbeScore
 from ...schemas.selectors import PositionSelector, select
 from ...schemas.specs import RankSpec, SteeringRow, columns_of
 from .buffers import Staging
@@ -25,6 +26,7 @@ from .sites import Buffers, Site
 from .slabs import SlabPool
 from .steering_tables import RowTable
 from .step import RequestRows
+from .watches import Watch
 
 
 @dataclass
@@ -46,6 +48,8 @@ class Tracked:
     touched: tuple[int, int] = (0, sys.maxsize)  # see `schemas.specs.touched`
     unsound: bool = False  # the model gave rows that are not finite, before any edit could reach them
     accounted: bool = False  # the adapter that its rows are computed with is in the ledger
+    watch: Watch | None = None  # the scores of its probes
+    scores: list[ProbeScore] = field(default_factory=list)  # once it is over
     graded: Callable[[], list[float]] | None = None  # what `RankSpec.grade` asked; waits for the values
 
     def holds(self, rows: list[tuple[int, SteeringRow]]) -> None:
@@ -169,10 +173,13 @@ class Planner:
         wanted = self._window(mine)
         if not wanted:
             return
-        if self._overload.drops():
+        if self._overload.drops():  # never what is scored: those rows do not wait for the writers
             for item in wanted:
-                item.recording.dropped.update(item.positions.tolist())
-            return
+                if not item.recording.capture.scored:
+                    item.recording.dropped.update(item.positions.tolist())
+            wanted = [item for item in wanted if item.recording.capture.scored]
+            if not wanted:
+                return
         groups: dict[bytes, list[_Wanted]] = {}  # those that want the same ports
         for item in wanted:
             groups.setdefault(item.recording.mask.tobytes(), []).append(item)
@@ -274,8 +281,9 @@ class Planner:
             site.busy = False
         self._busy = False
 
-    def drain(self) -> None:
-        """Hand the captured rows of the forward that ran to their recordings; the next one does nothing until planned."""
+    def drain(self) -> list[tuple[Recording, Extent]]:
+        """Hand the captured rows of the forward that ran to their recordings, and return both; the next one does nothing until planned."""
+        recorded = self._runs
         try:
             if self._step is not None:
                 self._staging.take(self._step.slab)
@@ -287,6 +295,7 @@ class Planner:
             self.plan_steering([])
             self.plan_capture([])
             self.commit()
+        return recorded
 
 
 def _integers(positions: list[int] | range) -> np.ndarray:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ...schemas.receipts import Receipt
+from ...schemas.specs import RankSpec
 from ...schemas.version import __version__
 from .actions import ActionLedger
 from .capture import Recording
@@ -14,6 +15,7 @@ from .finished import FinishedCapture
 from .finite_check import precedes_edits
 from .grading import lacking
 from .planner import Tracked
+from .watches import ProbeError
 from .writer import InterventionError, WriteJob, Writer
 
 
@@ -46,8 +48,15 @@ class Reports:
         if self._place.grades and (lack := lacking(tracked)):
             self.failed(step, tracked, lack, "intervention_failed")
             return
+        if tracked.watch is not None:
+            try:
+                tracked.scores, checksum = tracked.watch.results(len(token_ids) - 1)
+            except ProbeError as error:
+                self.failed(step, tracked, f"{error} (rank {self._place.rank})", "probe_failed")
+                return
+            self._actions.fold(step, "probe", *tracked.spec.ids, checksum)
         tracked.reported = True
-        recordings = tracked.recordings.values()
+        recordings = [recording for recording in tracked.recordings.values() if not recording.capture.scored]
         builds = [partial(self._build, tracked, recording, token_ids) for recording in recordings]
         size = sum(recording.num_rows for recording in recordings) * self._hidden_size * self._dtype.itemsize
         self._writer.submit(WriteJob(self._receipt(step, tracked), builds, size))
@@ -102,4 +111,17 @@ class Reports:
             epoch=self._actions.epoch,
             graded=tracked.graded() if tracked.graded is not None and not tracked.failure else [],
             trace=spec.trace,
+            scores=tracked.scores if place.tp == 0 and not tracked.failure else [],
         )
+
+
+def unreadable(raw: dict[str, Any]) -> Tracked:
+    """A request whose spec cannot be read, for an error receipt."""
+    spec = RankSpec(
+        version=str(raw.get("version", "")),
+        job=str(raw.get("job", "")),
+        request=int(raw.get("request", 0)),
+        attempt=int(raw.get("attempt", 0)),
+        prompt_tokens=0,
+    )
+    return Tracked(spec)

@@ -250,7 +250,7 @@ class Streams:
 
     def of(self, spec: RankSpec, recording: Recording, max_tokens: int) -> Stream | None:
         """None for a capture that fits the window, or may have no end. `max_tokens`: generated at most; 0: unknown."""
-        if not max_tokens:
+        if not max_tokens or recording.capture.scored:
             return None
         chosen = recording.capture.select(0, spec.prompt_tokens + max_tokens - 1, spec.prompt_tokens)
         row = len(recording.ports) * self._hidden_size * self._dtype.itemsize

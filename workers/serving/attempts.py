@@ -243,6 +243,7 @@ class Attempts:
         """Run all prompts of the job concurrently: the engine batches them with each other and with other jobs."""
         job = attempt.job
         own = {name for entries in job.steering for entry in entries for name in entry.tensors}
+        own |= {name for probe in job.probes for name in probe.content.tensors}
         names = sorted({name for name in own if not is_row(name) and name != ZEROS} | set(attempt.lease.steering.tensors))
         files = {image.digest: await self._fetch_image(image.digest) for prompt in job.prompts for image in prompt.images}
         async with self.sources.holding(job.id, runs_named(own), job.runs):

@@ -1,0 +1,84 @@
+"""Registered probes of a ledger, per model and for all tenants. The ledger's side of `schemas.probes`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ...schemas.base import from_msgpack
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.limits import MAX_PROBES, MAX_WATCHING
+from ...schemas.probes import Probe
+from ...schemas.version import __version__
+from . import scripts
+from .jobs import Ledger, reachable
+
+
+class Probes:
+    """Belongs to the ledger's event loop. All calls raise MidstreamError("unavailable") while Redis is unreachable."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._redis: Any = ledger.redis
+        self._scripts = scripts.Scripts(ledger.redis)
+
+    @reachable
+    async def put(self, probe: Probe, blobs: Mapping[str, bytes]) -> Probe | None:
+        """Point the name at this content; returns what it pointed at before. Accepted jobs keep what they have.
+
+        `blobs`: content hash → packed tensor, of those that may not be stored yet. Raises a 400 where the model has `MAX_PROBES`
+        others, or `MAX_WATCHING` others that watch all traffic, and `conflict` when another change came in between.
+        """
+        packed = await self._redis.hget(_key(probe.model), probe.name)
+        await self._ledger.check_room(sum(map(len, blobs.values())))
+        arguments = scripts.put_probe(self._ledger.settings, probe, packed, blobs)
+        outcome, *detail = scripts.text(await self._scripts.put_probe(args=arguments))
+        if outcome == "full":
+            raise invalid("name", f"{probe.model!r} has {detail[0]} probes", allowed=f"up to {MAX_PROBES}: delete one first")
+        if outcome == "crowded":
+            raise invalid("name", f"{detail[0]} probes watch all traffic of {probe.model!r}", allowed=f"up to {MAX_WATCHING}")
+        if outcome != "stored":
+            raise MidstreamError("conflict", f"the probe {probe.name!r} was changed or deleted meanwhile: try again")
+        return None if packed is None else _read(packed, probe.name)
+
+    @reachable
+    async def get(self, model: str, name: str) -> Probe | None:
+        packed = await self._redis.hget(_key(model), name)
+        return None if packed is None else _read(packed, name)
+
+    @reachable
+    async def of_model(self, model: str) -> list[Probe]:
+        """By name."""
+        return [_read(packed, name.decode()) for name, packed in sorted((await self._redis.hgetall(_key(model))).items())]
+
+    @reachable
+    async def watching(self, model: str) -> list[Probe]:
+        """Those that score all traffic, by name."""
+        names = sorted(await self._redis.smembers(_watching(model)))
+        found = await self._redis.hmget(_key(model), names) if names else []
+        return [_read(packed, name.decode()) for name, packed in zip(names, found, strict=True) if packed is not None]
+
+    @reachable
+    async def names(self, model: str) -> list[str]:
+        return sorted(name.decode() for name in await self._redis.hkeys(_key(model)))
+
+    @reachable
+    async def delete(self, model: str, name: str) -> bool:
+        """Whether there was one. Accepted jobs keep it."""
+        return bool(await self._scripts.delete_probe(args=scripts.pack(self._ledger.settings, model=model, name=name)))
+
+
+def _key(model: str) -> str:
+    return f"ms:probes:{model}"
+
+
+def _watching(model: str) -> str:
+    return f"ms:probes-watching:{model}"
+
+
+def _read(packed: bytes, name: str) -> Probe:
+    try:
+        return from_msgpack(packed, Probe)
+    except msgspec.DecodeError as error:
+        detail = f"the probe {name!r} was stored by another version of midstream; midstream {__version__} cannot read it: {error}"
+        raise MidstreamError("version_mismatch", f"{detail}; register it again") from error

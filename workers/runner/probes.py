@@ -1,0 +1,118 @@
+"""Scores of probes on a rank: computed from the rows that each step records, before its output goes to the scheduler.
+
+One batched product for all requests with the same probes: `[sites, rows, hidden_size] × [sites, hidden_size, labels]`, float32. Every
+rank of a stage computes the same; the scores' checksum goes into the ledger of actions, in which ranks must agree.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+
+from ...schemas.probes import StoredProbe
+from ...schemas.specs import RankSpec
+from .capture import Extent, Recording
+from .steering_tables import VectorStore
+from .watches import Plan, Watch
+
+#: Stacked weights that are kept, least recently used first: traffic uses few sets of probes at a time.
+_STACKS = 64
+
+
+class Scorer:
+    """One per rank."""
+
+    def __init__(self, vectors: VectorStore, hidden_size: int, *, waits: bool, faulty: Callable[[], bool] = lambda: False) -> None:
+        """`waits`: rows are there when a step is over; otherwise they are scored when they have landed, at the request's end at the latest.
+
+        `faulty`: tests only, whether the scores of this step are to be wrong.
+        """
+        self._vectors, self._hidden_size, self._waits, self._faulty = vectors, hidden_size, waits, faulty
+        self._stacks: OrderedDict[tuple[tuple[str, ...], ...], tuple[torch.Tensor, torch.Tensor, np.ndarray]] = OrderedDict()
+        self._contents: dict[str, StoredProbe] = {}  # digest → a probe with this content, of those stacked
+        self._pending: deque[list[tuple[Recording, Extent]]] = deque()
+
+    def watch(self, spec: RankSpec, recordings: Iterable[Recording]) -> Watch | None:
+        """Give the recordings of its probes on this rank what is to be computed of their rows; None: it has none here.
+
+        Raises LookupError and ValueError for weights that are not here or of another shape.
+        """
+        mine = [recording for recording in recordings if recording.capture.scored]
+        here = {(recording.capture.at, *site) for recording in mine for site in recording.ports}
+        probes = [probe for probe in spec.probes if (probe.content.at, probe.content.hook, probe.content.layer) in here]
+        if not probes:
+            return None
+        watch = Watch(probes)
+        for recording in mine:
+            ports: dict[int, list[int]] = {}  # port → which probes
+            for number, probe in enumerate(probes):
+                if probe.content.at == recording.capture.at:
+                    ports.setdefault(recording.ports[probe.content.hook, probe.content.layer], []).append(number)
+            columns = [column for numbers in ports.values() for number in numbers for column in watch.columns[number]]
+            digests = tuple(tuple(probes[number].digest for number in numbers) for numbers in ports.values())
+            recording.watch, recording.plan = watch, Plan(tuple(ports), digests, tuple(columns))
+            self._contents |= {probe.digest: probe for probe in probes}
+            self._stacked(digests)
+        return watch
+
+    def take(self, recorded: Sequence[tuple[Recording, Extent]], recordings: Iterable[Recording]) -> None:
+        """Score these rows, now or when they have landed; and those that the prefix cache served to `recordings`."""
+        mine = [(recording, extent) for recording, extent in recorded if recording.watch is not None]
+        for recording in (each for each in recordings if each.watch is not None and each.reused):
+            mine += [(recording, extent) for extent in recording.reused]
+            recording.reused = []
+        if mine:
+            self._pending.append(mine)
+        self.settle(wait=self._waits)
+
+    def settle(self, *, wait: bool) -> None:
+        """Score the rows that have landed, in the order of the steps. `wait`: for all of them."""
+        while self._pending and (wait or all(extent.step.landing.done() for _, extent in self._pending[0])):
+            self._score(self._pending.popleft())
+
+    def _score(self, items: Sequence[tuple[Recording, Extent]]) -> None:
+        groups: dict[tuple[int, Plan], list[tuple[Recording, Extent]]] = {}  # those with rows in one slab and of one plan
+        for recording, extent in items:
+            if recording.plan is not None:
+                groups.setdefault((id(extent.step), recording.plan), []).append((recording, extent))
+        wrong = np.float32(self._faulty())
+        for (_, plan), mine in groups.items():
+            step = mine[0][1].step
+            step.landing.wait()
+            weight, bias, flat = self._stacked(plan.probes)
+            ports = np.array(plan.ports)
+            slots = np.concatenate([extent.first_rows(ports)[:, None] + np.arange(extent.count) for _, extent in mine], axis=1)
+            rows = step.slab[torch.from_numpy(slots.reshape(-1))].view(len(ports), -1, self._hidden_size).float()
+            scores = torch.baddbmm(bias, rows, weight).transpose(0, 1).reshape(slots.shape[1], -1).numpy()[:, flat] + wrong
+            columns, at = np.array(plan.columns), 0
+            for recording, extent in mine:
+                if recording.watch is not None:
+                    recording.watch.put(extent.first_position, columns, scores[at : at + extent.count])
+                at += extent.count
+
+    def _stacked(self, digests: tuple[tuple[str, ...], ...]) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+        """Weights `[ports, hidden_size, width]`, biases `[ports, 1, width]`, and which of `ports × width` columns are labels."""
+        if (found := self._stacks.get(digests)) is not None:
+            self._stacks.move_to_end(digests)
+            return found
+        parts = [[self._weights(self._contents[digest]) for digest in of_port] for of_port in digests]
+        widths = [sum(len(bias) for _, bias in part) for part in parts]
+        weight = torch.zeros(len(parts), max(widths), self._hidden_size)
+        bias = torch.zeros(len(parts), 1, max(widths))
+        for number, part in enumerate(parts):
+            weight[number, : widths[number]] = torch.cat([each for each, _ in part])
+            bias[number, 0, : widths[number]] = torch.cat([each for _, each in part])
+        flat = np.concatenate([number * max(widths) + np.arange(width) for number, width in enumerate(widths)])
+        made = weight.transpose(1, 2).contiguous(), bias, flat
+        self._stacks[digests] = made
+        while len(self._stacks) > _STACKS:
+            self._stacks.popitem(last=False)
+            used = {digest for key in self._stacks for of_port in key for digest in of_port}
+            self._contents = {digest: probe for digest, probe in self._contents.items() if digest in used}
+        return made
+
+    def _weights(self, probe: StoredProbe) -> tuple[torch.Tensor, torch.Tensor]:
+        labels = len(probe.content.labels)
+        weight, bias = probe.content.tensors
+        return self._vectors.get(weight, [labels, self._hidden_size]), self._vectors.get(bias, [labels])
