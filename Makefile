@@ -144,9 +144,10 @@ lens: $(READY) model ## install TransformerLens and recompute its reference grid
 	@.cache/lens/bin/python -m pip install --quiet --no-deps --require-hashes $(TORCH_INDEX:%=--extra-index-url %) -r requirements/torch-cpu.lock -r requirements/lens.lock
 	@.cache/lens/bin/python -c 'import torch' 2>/dev/null || .cache/lens/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements/torch-cuda.lock
 	@.cache/lens/bin/python benchmarks/lens.py golden
+	@.cache/lens/bin/python benchmarks/lens_heads.py golden
 
 bench: $(READY) model ## run the benchmarks of benchmarks/RESULTS.md one after the other
-	@for script in $(filter-out benchmarks/engines.py benchmarks/lens.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+	@for script in $(filter-out benchmarks/engines.py benchmarks/lens.py benchmarks/lens_heads.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
 bench-gpu: ## on a GPU machine: run benchmarks/gpu and write its RESULTS.md, 25 minutes (GPU_PYTHON: a Python with vLLM)
 	@$(GPU_PYTHON) benchmarks/gpu/all.py $(GPU_ARGS)

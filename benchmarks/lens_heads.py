@@ -27,17 +27,17 @@ ANSWER, FOIL = " Mary", " John"
 #: Of the grid by positions, every which layer: TransformerLens takes one forward pass for each cell.
 EVERY = 5
 #: The sender of the paths whose receivers are the grid.
-SENDER = (16, 3)
+SENDER = (20, 0)
 #: The receivers of the paths whose senders are the grid: (layer, part, head; −1: all).
 RECEIVERS: dict[str, list[tuple[int, str, int]]] = {
-    "q": [(22, "q", 1), (25, "q", 4)],
-    "k": [(22, "k", 0)],
-    "v": [(22, "v", 0), (24, "v", 2)],
-    "mlp": [(24, "mlp", -1), (27, "mlp", -1)],
+    "q": [(23, "q", 3), (24, "q", 4), (29, "q", 1)],
+    "k": [(23, "k", 1)],
+    "v": [(23, "v", 1), (24, "v", 1)],
+    "mlp": [(23, "mlp", -1), (29, "mlp", -1)],
     "logits": [],
 }
 #: Layers of the senders in those grids.
-SENDERS = (3, 14, 19, 21)
+SENDERS = (3, 17, 20, 23)
 
 
 class Frozen:

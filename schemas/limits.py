@@ -109,6 +109,7 @@ MAX_ANSWER_TEXT = 4096
 MAX_ANSWER_TOKENS = 32  # each costs every cell another forward pass
 MAX_NOISE = 64
 MAX_NEURON_COLUMNS = 256  # columns of the axis `neuron`
+MAX_RECEIVERS = 256  # of a path
 MAX_NEURONS = 4096  # neurons of a column of the axis `neuron` that are chosen by rank
 
 # --- Keys, webhooks, listings ----------------------------------------------------------------------------------------------

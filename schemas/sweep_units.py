@@ -1,8 +1,8 @@
 """The requests of a sweep and their numbering, shared by planner, worker and reader.
 
-Each pair has the units base, source (not in an ablation) and `noise` patches that change nothing; then come all cells, pair by
-pair, hook by hook, layer by layer, column by column. A unit is one request for each node of its continuations: what is asked of
-several answer tokens is asked token by token, behind those before.
+Each pair has the units base, source (not in an ablation), sender (of a path that has one) and `noise` patches that change nothing;
+then come all cells, pair by pair, hook by hook, layer by layer, column by column. A unit is one request for each node of its
+continuations: what is asked of several answer tokens is asked token by token, behind those before. A path's cell may take two passes.
 """
 
 from collections.abc import Iterator
@@ -34,8 +34,10 @@ class Units:
     def __init__(self, sweep: StoredSweep) -> None:
         self._sweep = sweep
         self.nodes = [nodes_of(pair) for pair in sweep.pairs]
-        self.width = max(len(nodes) for nodes in self.nodes)  # requests of one unit, at most
-        self._controls = 2 + sweep.noise  # of each pair
+        self.passes = 1 if sweep.path is None else sweep.path.passes
+        self.width = max(len(nodes) for nodes in self.nodes) * self.passes  # requests of one unit, at most
+        self._sends = sweep.path is not None and sweep.path.sender is not None
+        self._controls = 2 + self._sends + sweep.noise  # of each pair
         self.first_cell = len(sweep.pairs) * self._controls
 
     @cached_property
@@ -50,7 +52,7 @@ class Units:
         sweep, total = self._sweep, 0
         for stored, nodes in zip(sweep.pairs, self.nodes, strict=True):
             columns = sum(bool(column.places) for column in stored.columns)
-            patched = sweep.noise + columns * len(sweep.hooks) * len(sweep.layers) if columns else 0
+            patched = self._sends + sweep.noise + self.passes * columns * len(sweep.hooks) * len(sweep.layers) if columns else 0
             behind = sum(len(node.prefix) + 1 for node in nodes)
             total += (1 + patched) * (len(nodes) * len(stored.base) + behind)
             total += len(nodes) * len(stored.source) + behind if stored.source else 0
@@ -62,6 +64,10 @@ class Units:
     def source(self, pair: int) -> Unit:
         return Unit(pair * self._controls + 1, "source", pair)
 
+    def sender(self, pair: int) -> Unit | None:
+        """The first pass of a path whose sender is the same for all cells."""
+        return Unit(pair * self._controls + 2, "sender", pair) if self._sends else None
+
     def noise(self, pair: int) -> list[Unit]:
         """Spread over layers and columns that are not skipped; none where all are."""
         sweep = self._sweep
@@ -70,7 +76,7 @@ class Units:
         for number in range(sweep.noise if columns else 0):
             share = (2 * number + 1) / (2 * sweep.noise)  # the middles of equal parts
             layer, column = int(share * len(sweep.layers)), columns[number * 7919 % len(columns)]
-            units.append(Unit(pair * self._controls + 2 + number, "noise", pair, 0, layer, column))
+            units.append(Unit(pair * self._controls + 2 + self._sends + number, "noise", pair, 0, layer, column))
         return units
 
     def cells(self, pair: int) -> Iterator[Unit]:
@@ -107,6 +113,10 @@ class Units:
     def request(self, unit: Unit, node: int) -> int:
         """The number of the request that asks `unit` at this node."""
         return unit.number * self.width + node
+
+    def first_request(self, unit: Unit) -> int:
+        """The number of the first pass of a cell of a path, or of its sender."""
+        return unit.number * self.width + self.passes - 1
 
 
 def _around(place: int, width: int) -> slice:

@@ -28,6 +28,7 @@ from .limits import (
 from .loras import Adapted
 from .receipts import Receipt
 from .selectors import DimensionSelector, Hook, HookName, LayerSelector, Place, RequestedPositions
+from .sweep_paths import StoredPath, SweepPath
 
 #: `logprob`: of the answer. `logit_diff`: log-probability of the answer less that of the foil (of one token each: the difference of
 #: their logits). `recovered`: (m − m_base) / (m_source − m_base) with m the logit_diff, or without a foil the logprob.
@@ -110,6 +111,7 @@ class SweepRequest(Adapted, kw_only=True):
     axis: Axis = "position"
     heads: DimensionSelector | None = None  # of the axes `head` and `head_position`; null: all
     neurons: Neurons | None = None  # of the axis `neuron`
+    path: SweepPath | None = None  # the cells are one end of a path
     window: PatchWindow = PatchWindow()
     metric: Metric = "recovered"
     direction: Direction = "denoise"
@@ -151,6 +153,7 @@ class StoredPair(Record):
     answer_text: str = ""
     foil_text: str = ""
     notes: list[str] = []  # what the alignment did that a reader should know
+    sender: list[tuple[int, int]] = []  # places of a path's sender, as `Column.places`
 
     @property
     def longest(self) -> int:
@@ -172,6 +175,7 @@ class StoredSweep(Record):
     mask: str = ""  # content hash of the mask, see `StoredSteering.tensors`; empty: none
     noise: int = 8
     axis: Axis = "position"
+    path: StoredPath | None = None
 
     @property
     def num_columns(self) -> int:
@@ -183,8 +187,9 @@ class StoredSweep(Record):
         return len(self.pairs) * len(self.hooks) * len(self.layers) * self.num_columns
 
 
-#: What a unit of a sweep is: the patched prompt as it is; the prompt that rows come from; a patch that changes nothing; a cell.
-UnitKind = Literal["base", "source", "noise", "cell"]
+#: What a unit of a sweep is: the patched prompt as it is; the prompt that rows come from; the first pass of a path whose sender is not
+#: the cell; a patch that changes nothing; a cell.
+UnitKind = Literal["base", "source", "sender", "noise", "cell"]
 
 
 class Unit(NamedTuple):
@@ -212,7 +217,7 @@ class UnitRecord(Record):
     reason: str = ""  # why there is no value
     attempt: int = 0
     neurons: list[int] = []  # that the worker chose, the first `SHOWN_NEURONS`
-    receipts: list[Receipt] = []  # of `base` and `source`: where their captured rows are, and what the ranks said
+    receipts: list[Receipt] = []  # of `base`, `source` and `sender`: where their captured rows are, and what the ranks said
 
 
 class Baseline(Record):
@@ -286,6 +291,7 @@ class SweepResult(Record):
     skipped: list[Skipped]
     summary: SweepSummary
     axis: Axis = "position"
+    path: SweepPath | None = None  # `frozen`: what was held
 
 
 class SweepStart(Record):
@@ -301,6 +307,7 @@ class SweepStart(Record):
     skipped: list[Skipped]  # known beforehand
     notes: list[list[str]]  # of each pair
     axis: Axis = "position"
+    path: SweepPath | None = None
 
 
 class SweepCell(Record):

@@ -94,7 +94,21 @@ def _heads(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> li
         chosen = resolve_layers("all" if request.heads is None else request.heads, count, "head")
     except SelectorError as error:
         raise invalid("heads", str(error)) from error
-    return [Part(f"head {head}", head, f"{head * width}-{(head + 1) * width - 1}") for head in chosen]
+    return [Part(f"head {head}", head, _dims(head, width)) for head in chosen]
+
+
+def _dims(head: int, width: int) -> str:
+    return f"{head * width}-{(head + 1) * width - 1}"
+
+
+def dims_of_head(field: str, hook: Hook, asked: int, model: ModelInfo) -> tuple[int, str]:
+    """A head's number, from 0, and its dimensions of a row. Raises a 400 naming the field."""
+    count, width = _heads_at(field, hook, model)
+    try:
+        (head,) = resolve_layers(asked, count, "head")
+    except SelectorError as error:
+        raise invalid(field, str(error)) from error
+    return head, _dims(head, width)
 
 
 def _heads_at(field: str, hook: Hook, model: ModelInfo) -> tuple[int, int]:

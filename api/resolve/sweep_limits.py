@@ -7,6 +7,7 @@ from ...schemas.models import ModelInfo
 from ...schemas.settings import Settings
 from ...schemas.specs import steering_rows
 from ...schemas.steering import GlobalSteering
+from ...schemas.sweep_paths import BRANCH_HOOK
 from ...schemas.sweeps import PatchWindow, StoredSweep
 from .alignment import CLEAN, CORRUPT
 from .steering import Room
@@ -72,7 +73,7 @@ def _check_lengths(sweep: StoredSweep, model: ModelInfo) -> None:
                 )
 
 
-def room_of_cell(sweep: StoredSweep) -> Room:
+def room_of_cell(sweep: StoredSweep, num_layers: int = 0) -> Room:
     """What the largest cell takes of the steering table: a row for each position, an entry for each vector.
 
     (Cells of an ablation take less. The patches that change nothing, to see how far values scatter, do not.)
@@ -82,11 +83,23 @@ def room_of_cell(sweep: StoredSweep) -> Room:
     for pair in sweep.pairs:
         before = [0, *accumulate(len(column.places) for column in pair.columns)]  # places of the columns before each, and of all
         widest = max(widest, *(before[min(first + window, len(before) - 1)] - there for first, there in enumerate(before)))
+    if sweep.path is not None:
+        return _room_of_pass(sweep, num_layers)
     return Room(widest, widest * each)
 
 
+def _room_of_pass(sweep: StoredSweep, num_layers: int) -> Room:
+    """Of a path: a position has the sender's vector and its mask, and one for each site of a frozen branch; or one for each receiver."""
+    path, rows = sweep.path, max(len(pair.base) for pair in sweep.pairs)
+    assert path is not None
+    top = max((end.layer for end in path.receivers), default=num_layers - 1)
+    senders = [(path.sender.layer, path.sender.hook)] if path.sender is not None else [(sweep.layers[0], hook) for hook in sweep.hooks]
+    frozen = max(sum(map(len, path.frozen_sites(*sender, top).values())) for sender in senders)
+    return Room(rows, rows * max(2 + frozen, 2 * len(path.receivers)))
+
+
 def _check_room(sweep: StoredSweep, model: ModelInfo, global_steering: GlobalSteering) -> None:
-    needed = room_of_cell(sweep)
+    needed = room_of_cell(sweep, model.num_layers)
     rows = steering_rows(global_steering.at(max(len(pair.base) for pair in sweep.pairs)))
     taken = Room(len(rows), sum(row.num_vectors for row in rows))
     for name, wanted, held, there in zip(Room._fields, needed, taken, (model.steering_rows, model.steering_entries), strict=True):
@@ -105,7 +118,10 @@ def _check_capture(sweep: StoredSweep, model: ModelInfo, settings: Settings) -> 
     of_base = hooks if sweep.ablation == "mean" or ranked else {sweep.hooks[0]}
     if settings.sweep_entry and "pre_attn" in model.hooks:  # what forwards go on from that begin at the layer that is patched
         of_base = of_base | {"pre_attn"}
-    sites = len(sweep.layers) * max(len(of_base), 0 if sweep.ablation else len(hooks))
+    layers = len(sweep.layers)
+    if sweep.path is not None:
+        of_base, layers = of_base | {*BRANCH_HOOK.values()}, model.num_layers
+    sites = layers * max(len(of_base), 0 if sweep.ablation else len(hooks))
     rows = sites * min(1 + model.speculative_tokens, max(pair.longest for pair in sweep.pairs))
     if not model.step_holds(rows):
         raise invalid(

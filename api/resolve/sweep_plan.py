@@ -38,6 +38,7 @@ from .patches import mask_tensor
 from .steering import NO_POSITION
 from .sweep_columns import Part, columns_on, parts_of
 from .sweep_limits import check_limits, too_many_cells
+from .sweep_paths import resolve_path
 from .sweep_prompts import read_prompts
 from .tokenizer import Codec
 
@@ -79,7 +80,7 @@ async def plan_sweep(
     _check_model(model)
     _check_asked(request)
     hooks = _hooks(request, model)
-    layers = _numbers("layers", request.layers, model.num_layers)
+    path, layers = resolve_path(request, hooks, _numbers("layers", request.layers, model.num_layers), model)
     blobs: dict[str, bytes] = {}
     mask = _mask(request, model, blobs)
     parts = parts_of(request, hooks, model)
@@ -88,7 +89,7 @@ async def plan_sweep(
     stored = await anyio.to_thread.run_sync(_store_pairs, request, pairs, answers, parts, settings.sweep_cells)
     sweep = StoredSweep(
         pairs=stored, hooks=hooks, layers=layers, metric=request.metric, direction=request.direction, ablation=request.ablation,
-        window=request.window, alpha=request.alpha, mask=mask, noise=request.noise, axis=request.axis,
+        window=request.window, alpha=request.alpha, mask=mask, noise=request.noise, axis=request.axis, path=path,
     )  # fmt: skip
     check_limits(sweep, model, settings, global_steering)
     return Planned(sweep, blobs)
@@ -252,6 +253,11 @@ def _store_pair(request: SweepRequest, pair: _Pair, answers: dict[str, Continuat
     notes += [found.note for found in (answer, foil) if found is not None and found.note]
     if request.metric == "kl" and answer is not None and len(answer.ids) > 1:
         notes.append(f"kl covers the first token after the prompt; the answer's log-probability covers all of its {len(answer.ids)} tokens")
+    sender: list[tuple[int, int]] = []
+    if request.path is not None:
+        _check_one_token(answer, foil)
+        if request.path.sender is not None and aligned is not None:
+            sender = sorted(aligned.counterparts(pair.patched).items())
     return StoredPair(
         base=pair.base.ids,
         source=pair.source.ids if pair.source else [],
@@ -263,7 +269,15 @@ def _store_pair(request: SweepRequest, pair: _Pair, answers: dict[str, Continuat
         answer_text=answer.text if answer else "",
         foil_text=foil.text if foil else "",
         notes=notes,
+        sender=sender,
     )
+
+
+def _check_one_token(*found: Continuation | None) -> None:
+    for each in found:
+        if each is not None and len(each.ids) > 1:
+            detail = f"{each.text!r} has {len(each.ids)} tokens, but with path the values are of the next token alone"
+            raise invalid(each.field, detail, allowed="one token")
 
 
 def _aligned(request: SweepRequest, pair: _Pair) -> Aligned | None:

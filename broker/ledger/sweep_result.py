@@ -49,6 +49,7 @@ def sweep_result(sweep: StoredSweep, records: Records, seconds: float | None) ->
         skipped=_skipped(sweep, records),
         summary=sweep_summary(sweep, records, seconds),
         axis=sweep.axis,
+        path=None if sweep.path is None else sweep.path.shown(),
     )
 
 
@@ -89,6 +90,7 @@ def sweep_start(sweep: StoredSweep) -> SweepStart:
         skipped=skipped,
         notes=[pair.notes for pair in sweep.pairs],
         axis=sweep.axis,
+        path=None if sweep.path is None else sweep.path.shown(),
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...schemas.errors import invalid
 from ...schemas.selectors import ALIASES, Hook
+from ...schemas.sweep_paths import PathEnd, SweepPath
 from ...schemas.sweeps import Axis, Baseline, Metric, PairResult, SweepResult
 
 #: What the numbers of a grid are.
@@ -196,11 +197,26 @@ def _conditions(result: SweepResult, grid: Grid) -> Iterator[str]:
     if result.window.layers > 1 or result.window.positions > 1:
         sizes = ((result.window.layers, "layers"), (result.window.positions, "positions"))
         yield "window of " + " × ".join(f"{size} {what}" for size, what in sizes if size > 1)
+    if result.path is not None:
+        yield described_path(result.path)
     if result.alpha != 1:
         yield f"alpha {result.alpha:g}"
     if grid.noise_floor is not None:
         floor = f"{grid.noise_floor:.2g}" if grid.noise_floor > grid.resolution else f"< {grid.resolution:.1g}"
         yield f"noise floor {floor}" + (f" ({grid.noise_probes} probes)" if grid.noise_probes else "")
+
+
+def described_path(path: SweepPath) -> str:
+    """The end of a path that is not the cells', and what was held between the two."""
+    held = f" ({' and '.join(path.frozen)} held)"
+    if path.sender is not None:
+        return f"path from {_end(path.sender)}{held}"
+    receivers = path.receivers or []
+    return f"path to {receivers if isinstance(receivers, str) else ', '.join(map(_end, receivers))}{held}"
+
+
+def _end(end: PathEnd) -> str:
+    return f"{end.hook} {end.layer}" + ("" if end.head is None else f".{end.head}")
 
 
 def _array(pair: PairResult, hook: Hook, result: SweepResult) -> np.ndarray:

@@ -6,14 +6,15 @@ from ...schemas.jobs import Job, Sampling
 from ...schemas.loras import use_of
 from ...schemas.models import ModelInfo
 from ...schemas.receipts import Receipt
-from ...schemas.selectors import Hook, PositionSelector, as_ranges
+from ...schemas.selectors import HOOKS, Hook, PositionSelector, as_ranges
 from ...schemas.source_runs import ZEROS, RunFile, RunFiles, RunRow, parse_key, row_name, run_key
 from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering, dims_name
+from ...schemas.sweep_paths import BRANCH_HOOK, StoredPath, place_of, reaches
 from ...schemas.sweep_units import Units
 from ...schemas.sweeps import Unit
 from ..engine.protocol import EngineRequest
 
-BASE, SOURCE = "base", "source"  # tags
+BASE, SOURCE, FIRST = "base", "source", "first"  # tags; `first`: what the receivers of a path compute in its first pass
 _ONE_TOKEN = Sampling(max_tokens=1)
 
 
@@ -26,7 +27,7 @@ class SweepRequests:
         """
         assert job.sweep is not None
         self._job, self._attempt, self._sweep = job, attempt, job.sweep
-        self._hidden_size = info.hidden_size
+        self._hidden_size, self._num_layers = info.hidden_size, info.num_layers
         self.units = Units(job.sweep)
         self._enters, self._reuses = enters and "pre_attn" in info.hooks, reuses
         self._for_entry: dict[int, bool] = {}  # pair → do its base runs keep what forwards begin with? As the engine, where not said
@@ -35,6 +36,8 @@ class SweepRequests:
         self._captured = {BASE: sum(map(len, self.units.nodes)), SOURCE: len(job.sweep.pairs)}
         if job.sweep.ablation is not None:
             del self._captured[SOURCE]
+        if job.sweep.path is not None:
+            self._captured[FIRST] = job.sweep.num_cells if self.units.passes > 1 else len(job.sweep.pairs)
 
     def reference(self, pair: int) -> Unit:
         """The unit of the clean prompt, with whose distribution `kl` compares."""
@@ -51,7 +54,7 @@ class SweepRequests:
         keeps = self._sweep.metric == "kl" and unit == self.reference(unit.pair)
         asks = []
         for place, node in enumerate(self.units.nodes[unit.pair]):
-            capture = self._capture(unit.pair, place, tag) if captures else None
+            captured = self._split(self._capture(unit.pair, place, tag)) if captures else []
             prompt = stored.source if unit.kind == "source" else stored.base
             grade = Grade(
                 token_ids=list(node.token_ids),
@@ -59,24 +62,115 @@ class SweepRequests:
                 against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "",
             )
             kept = self._key(unit, place, BASE) if unit.kind == "base" and self._reuses else ""
-            ask = self._ask(unit, place, [*prompt, *node.prefix], captures=[capture] if capture else [], grade=grade, keep_blocks=kept)
+            ask = self._ask(unit, place, [*prompt, *node.prefix], captures=captured, grade=grade, keep_blocks=kept)
             asks.append(ask)
         return asks
 
     def patched(self, unit: Unit) -> list[EngineRequest]:
-        """The requests of a cell or a noise unit, one per node."""
-        stored = self._sweep.pairs[unit.pair]
+        """The requests of a cell or a noise unit, one per node; of a cell of two passes, the second."""
+        stored, path = self._sweep.pairs[unit.pair], self._sweep.path
         layers, places = self.units.patched(unit)
         asks = []
         for place, node in enumerate(self.units.nodes[unit.pair]):
             base = self._key(self.units.base(unit.pair), place, BASE)
+            if path is None or unit.kind == "noise":
+                steering = self._patches(unit, layers, places, base)
+            else:
+                steering = self._on_path(path, unit, layers, places, base)
+            lowest = min((at for entry in steering for at in entry.layers), default=layers[0])
             enters = self._enters and self._for_entry.get(unit.pair, True)
-            entry = Entry(run=base, layer=layers[0]) if enters and layers[0] > 0 else None
+            entry = Entry(run=base, layer=lowest) if enters and lowest > 0 else None
             grade = Grade(token_ids=list(node.token_ids), against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "")
-            steering = self._patches(unit, layers, places, base)
             reused = base if self._reuses else ""
             asks.append(self._ask(unit, place, [*stored.base, *node.prefix], steering=steering, entry=entry, grade=grade, base=reused))
         return asks
+
+    def _on_path(self, path: StoredPath, unit: Unit, layers: list[int], places: list[tuple[int, int]], base: str) -> list[StoredSteering]:
+        """The patches of a cell of a path: of its second pass, or of its only one."""
+        sweep, (layer,), hook = self._sweep, layers, self._sweep.hooks[unit.hook]
+        if path.sender is not None:
+            sender = self.units.sender(unit.pair)
+            assert sender is not None
+            run = run_key(self._job.id, self.units.first_request(sender), FIRST)
+            mask, written = self._mask(unit), [to for to, _ in places]
+            return [_patch(1.0, mask, hook, [layer], [to], row_name(RunRow(run, hook, layer, to))) for to in written]
+        if not path.receivers:
+            return [*self._patches(unit, layers, places, base), *self._frozen(path, unit.pair, (layer, hook), places, base)]
+        run = run_key(self._job.id, self.units.first_request(unit), FIRST)
+        reached = [end for end in path.receivers if reaches((layer, hook), (end.layer, end.hook))]
+        after = range(places[0][0], len(sweep.pairs[unit.pair].base))
+        return [
+            _patch(
+                1.0, dims_name(end.dims) if end.dims else "", end.hook, [end.layer], [to], row_name(RunRow(run, end.hook, end.layer, to))
+            )
+            for to in after
+            for end in reached
+        ]
+
+    def _frozen(
+        self, path: StoredPath, pair: int, sender: tuple[int, Hook], places: list[tuple[int, int]], base: str
+    ) -> list[StoredSteering]:
+        """Patches that hold the frozen branches as they are in the run `base`, wherever the sender can be felt."""
+        sites = path.frozen_sites(*sender, self._top(path))
+        after = range(places[0][0], len(self._sweep.pairs[pair].base))
+        return [
+            _patch(1.0, "", hook, [layer], [to], row_name(RunRow(base, hook, layer, to)))
+            for to in after
+            for hook, layers in sites.items()
+            for layer in layers
+        ]
+
+    def _top(self, path: StoredPath) -> int:
+        """The highest layer that matters to the receivers."""
+        if path.sender is not None:
+            return self._sweep.layers[-1]
+        return max((end.layer for end in path.receivers), default=self._num_layers - 1)
+
+    def first(self, unit: Unit) -> EngineRequest:
+        """The first pass of a cell of two passes, or of the sender that all cells of a pair have: what the receivers compute is kept."""
+        sweep, path, pair = self._sweep, self._sweep.path, self._sweep.pairs[unit.pair]
+        assert path is not None
+        base = self._key(self.units.base(unit.pair), 0, BASE)
+        if path.sender is None:
+            (layer,), places = self.units.patched(unit)
+            steering, hook = self._patches(unit, [layer], places, base), sweep.hooks[unit.hook]
+        else:
+            layer, hook, places = path.sender.layer, path.sender.hook, pair.sender
+            source = self._key(self.units.source(unit.pair), 0, SOURCE)
+            mask = _dims(path.sender.dims)
+            steering = [_patch(1.0, mask, hook, [layer], [to], row_name(RunRow(source, hook, layer, of))) for to, of in places]
+        steering += self._frozen(path, unit.pair, (layer, hook), places, base)
+        (node,) = self.units.nodes[unit.pair]
+        return self._ask(
+            unit, self.units.first_request(unit) - self.units.request(unit, 0), [*pair.base, *node.prefix], steering=steering,
+            captures=self._split(self._first_capture(unit)), grade=Grade(token_ids=list(node.token_ids)),
+        )  # fmt: skip
+
+    def _first_capture(self, unit: Unit) -> StoredCapture:
+        sweep, path, pair = self._sweep, self._sweep.path, self._sweep.pairs[unit.pair]
+        assert path is not None
+        wanted: dict[Hook, set[int]] = {}
+        if path.sender is None:
+            (layer,), places = self.units.patched(unit)
+            for end in path.receivers:
+                if reaches((layer, sweep.hooks[unit.hook]), (end.layer, end.hook)):
+                    wanted.setdefault(end.hook, set()).add(end.layer)
+            first = places[0][0]
+        else:
+            wanted, first = {hook: set(sweep.layers) for hook in sweep.hooks}, 0
+        sites = {hook: sorted(wanted[hook]) for hook in sorted(wanted, key=place_of)}
+        return StoredCapture(sites=sites, positions=list(range(first, len(pair.base))), tag=FIRST)
+
+    def _split(self, capture: StoredCapture | None) -> list[StoredCapture]:
+        return [] if capture is None else [capture]
+
+    def first_key(self, unit: Unit) -> str:
+        """The run that the first pass of this unit has captured."""
+        return run_key(self._job.id, self.units.first_request(unit), FIRST)
+
+    def first_files(self, unit: Unit, receipts: Sequence[Receipt]) -> RunFiles:
+        """Where its rows are, as its receipts say. Raises ValueError when they name no file."""
+        return self._run_files(self.first_key(unit), self._first_capture(unit), receipts, len(self._sweep.pairs[unit.pair].base))
 
     def compares(self, unit: Unit) -> bool:
         """Whether its distribution is compared with the clean prompt's."""
@@ -116,12 +210,18 @@ class SweepRequests:
     def files(self, pair: int, key: str, receipts: list[Receipt]) -> RunFiles:
         """Where the rows of one of `runs` are, as the receipts of its unit say. Raises ValueError when they name no file."""
         _, request, tag = parse_key(key)
-        of_it = [file for told in receipts if told.request == request for file in told.files if file.tag == tag]
         capture = self._capture(pair, request % self.units.width, tag)
-        if not of_it or capture is None:
+        if capture is None:
             raise ValueError(f"nothing was captured for {key}")
         node = self.units.nodes[pair][request % self.units.width]
         tokens = len(self._sweep.pairs[pair].base if tag == BASE else self._sweep.pairs[pair].source) + len(node.prefix)
+        return self._run_files(key, capture, receipts, tokens)
+
+    def _run_files(self, key: str, capture: StoredCapture, receipts: Sequence[Receipt], tokens: int) -> RunFiles:
+        _, request, tag = parse_key(key)
+        of_it = [file for told in receipts if told.request == request for file in told.files if file.tag == tag]
+        if not of_it:
+            raise ValueError(f"nothing was captured for {key}")
         return RunFiles(
             key=key,
             sites=capture.sites,
@@ -207,13 +307,19 @@ class SweepRequests:
         """Only of the prompt itself: what follows it changes nothing before it."""
         if self._sweep.ablation is not None:
             return None
-        positions = sorted({source for column in self._sweep.pairs[pair].columns for _, source in column.places})
+        stored, path = self._sweep.pairs[pair], self._sweep.path
+        sites = {hook: self._sweep.layers for hook in self._sweep.hooks}
+        places = [place for column in stored.columns for place in column.places]
+        if path is not None and path.sender is not None:  # the cells have rows of its pass, not of this prompt
+            sites, places = {path.sender.hook: [path.sender.layer]}, stored.sender
+        positions = sorted({source for _, source in places})
         if not positions:
             return None
-        return StoredCapture(sites={hook: self._sweep.layers for hook in self._sweep.hooks}, positions=positions, tag=SOURCE)
+        return StoredCapture(sites=sites, positions=positions, tag=SOURCE)
 
     def _base_capture(self, pair: int, place: int, for_entry: bool) -> StoredCapture | None:
-        sweep, wanted = self._sweep, {hook: set[int]() for hook in ("pre_attn", *self._sweep.hooks)}
+        sweep, hooks = self._sweep, {"pre_attn", *self._sweep.hooks, *BRANCH_HOOK.values()}
+        wanted: dict[Hook, set[int]] = {hook: set() for hook in HOOKS if hook in hooks}
         positions: set[int] = set()
         for unit in self.units.noise(pair):
             layers, places = self.units.patched(unit)
@@ -227,13 +333,26 @@ class SweepRequests:
         if mean or ranked:
             for hook in sweep.hooks:
                 wanted[hook].update(sweep.layers)
+        path = sweep.path
+        if path is not None and there:
+            senders = [(layer, hook) for layer in sweep.layers for hook in sweep.hooks]
+            if path.sender is not None:
+                senders = [(path.sender.layer, path.sender.hook)]
+            for sender in senders:
+                for hook, layers in path.frozen_sites(*sender, self._top(path)).items():
+                    wanted[hook].update(layers)
         if there and for_entry:
-            wanted["pre_attn"].update(layer for layer in sweep.layers if layer > 0)
+            entered = [end.layer for end in path.receivers] if path is not None else []
+            wanted["pre_attn"].update(layer for layer in (*sweep.layers, *entered) if layer > 0)
         sites: dict[Hook, list[int]] = {hook: sorted(layers) for hook, layers in wanted.items() if layers}
         if not sites:
             return None
-        every: PositionSelector = "all_prompt" if mean or for_entry else sorted(positions)
+        every: PositionSelector = "all_prompt" if mean or for_entry or path is not None else sorted(positions)
         return StoredCapture(sites=sites, positions=every, tag=BASE)
+
+
+def _dims(dims: str) -> str:
+    return dims_name(dims) if dims else ""
 
 
 def _patch(alpha: float, mask: str, hook: Hook, layers: list[int], positions: list[int], vector: str) -> StoredSteering:

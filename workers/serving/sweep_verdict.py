@@ -17,12 +17,17 @@ def verdict(pair: StoredPair, nodes: Sequence[Node], told: Sequence[Sequence[Rec
 
     Raises Unvouched.
     """
-    for receipts in told:
-        _check(receipts, world)
+    verified(told, world)
     try:
         return grades(pair, nodes, [_graded(receipts) for receipts in told], compared)
     except ValueError as error:
         raise UnverifiedUnit(str(error)) from error
+
+
+def verified(told: Sequence[Sequence[Receipt]], world: int) -> None:
+    """Raises UnverifiedUnit unless every rank confirms each of the requests."""
+    for receipts in told:
+        _check(receipts, world)
 
 
 def refusal(told: Sequence[Receipt]) -> str:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 from ...broker.ledger.jobs import Ledger
@@ -21,7 +21,7 @@ from ...schemas.errors import MidstreamError
 from ...schemas.faults import crash_point
 from ...schemas.jobs import Event, EventKind
 from ...schemas.receipts import Receipt
-from ...schemas.source_runs import RunFiles
+from ...schemas.source_runs import RunFiles, parse_key
 from ...schemas.sweeps import SHOWN_NEURONS, SweepCell, SweepStart, SweepSummary, Unit, UnitRecord
 from ...storage.store import open_store
 from ..engine.admission import CellSlots, CrowdedOut
@@ -32,7 +32,7 @@ from .redis_retry import end_tasks, patiently
 from .source_run_leases import SourceRunLeases
 from .sweep_neurons import order_by_difference
 from .sweep_requests import SweepRequests
-from .sweep_verdict import UnverifiedUnit, refusal, verdict
+from .sweep_verdict import UnverifiedUnit, refusal, verdict, verified
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ STALL_S = 2.0
 PAIRS_AT_ONCE = 2
 #: So many times the cells in flight may have left the engine without their receipts having been read.
 UNREAD = 4
+#: Cells of two passes whose first passes are held on the ranks together.
+FIRST_PASSES = 64
 #: Receipts read per call.
 POLL_UNITS = 256
 
@@ -51,8 +53,9 @@ POLL_UNITS = 256
 class _Pending:
     """A unit that the engine was asked."""
 
-    def __init__(self, unit: Unit, asks: list[EngineRequest]) -> None:
-        self.unit = unit
+    def __init__(self, unit: Unit, asks: list[EngineRequest], first: bool = False) -> None:
+        """`first`: of the passes of a cell, which is not a value yet."""
+        self.unit, self.first = unit, first
         self.requests = [ask.request for ask in asks]
         self.left = len(asks)  # that the engine has not answered
         self.reason = ""  # why the engine refused
@@ -95,6 +98,7 @@ class SweepAttempt:
         enters = settings.sweep_entry and engine.enters and not self._everyone.entries
         self._requests = SweepRequests(attempt.job, attempt.number, engine.info, enters, settings.sweep_entry)
         self._units = self._requests.units
+        self._firsts: dict[int, tuple[Unit, list[Receipt]]] = {}  # request → first pass of a cell, until its second is over
         self._slots = cells_in_flight
         self._unread = asyncio.Semaphore(UNREAD * settings.sweep_cells_in_flight)
         self._patience_s = settings.capture_timeout_s
@@ -184,9 +188,16 @@ class SweepAttempt:
             return
         try:
             await self._rank(pair)
+            if self._units.passes > 1:
+                await self._in_two_passes(pair, missing)
+                return
+            runs = self._requests.runs(pair)
+            if (sender := self._units.sender(pair)) is not None:
+                if reason := await self._send(sender, runs):
+                    raise MidstreamError("intervention_failed", f"the first pass failed: {reason}")
+                runs = [*runs, self._requests.first_key(sender)]
             # The next pair waits for room beside this one, which waits for nothing: so they do not wait for each other.
-            held = self._sources.holding(self._attempt.job.id, self._requests.runs(pair), {}, self._locate(pair))
-            async with held, asyncio.TaskGroup() as group:
+            async with self._holding(pair, runs), asyncio.TaskGroup() as group:
                 asked = [(await self._begin(group, unit)).kept for unit in missing if not self._given_up(unit)]
                 await asyncio.gather(*asked)
         except MidstreamError as error:  # of loading the runs: those of requests come in a group
@@ -195,11 +206,47 @@ class SweepAttempt:
                 if unit.kind == "cell":
                     self._decide(unit, reason)
 
+    def _holding(self, pair: int, runs: Sequence[str]) -> AbstractAsyncContextManager[None]:
+        return self._sources.holding(self._attempt.job.id, runs, {}, self._locate(pair))
+
+    async def _send(self, sender: Unit, runs: Sequence[str]) -> str:
+        """The first pass of a path whose sender all cells of the pair have. Returns why it failed; empty when it is known."""
+        if sender.number not in self._records:
+            async with self._holding(sender.pair, runs), asyncio.TaskGroup() as group:
+                await (await self._begin(group, sender, [self._requests.first(sender)])).kept
+        return self._records[sender.number].reason
+
+    async def _in_two_passes(self, pair: int, missing: Sequence[Unit]) -> None:
+        """Cells of a path whose senders they are. No runs are held while others are waited for: see `RankRuns`."""
+        runs = self._requests.runs(pair)
+        controls, cells = ([unit for unit in missing if (unit.kind == "cell") == wanted] for wanted in (False, True))
+        for start in range(0, max(len(cells), 1), FIRST_PASSES):
+            batch, firsts = cells[start : start + FIRST_PASSES], []
+            async with self._holding(pair, runs), asyncio.TaskGroup() as group:
+                noise = [await self._begin(group, unit) for unit in controls if not start]
+                for unit in batch:
+                    if not self._given_up(unit):
+                        firsts.append(await self._begin(group, unit, [self._requests.first(unit)], first=True))
+                await asyncio.gather(*(pending.kept for pending in (*noise, *firsts)))
+            known = []
+            for pending in firsts:
+                if reason := (await pending.kept).reason:
+                    self._decide(pending.unit, f"the first pass failed: {reason}")
+                else:
+                    self._firsts[pending.requests[0]] = pending.unit, pending.told[0]
+                    known.append(pending)
+            held = [*runs, *(self._requests.first_key(pending.unit) for pending in known)]
+            async with self._holding(pair, held), asyncio.TaskGroup() as group:
+                asked = [(await self._begin(group, pending.unit)).kept for pending in known if not self._given_up(pending.unit)]
+                await asyncio.gather(*asked)
+            for pending in known:
+                del self._firsts[pending.requests[0]]
+
     async def _rank(self, pair: int) -> None:
         """Have the dimensions that the pair's cells name by rank. Raises MidstreamError for rows that cannot be read."""
-        column = self._sweep.pairs[pair].columns[0]
-        most = max(each.ranks[1] if each.ranks else 0 for each in self._sweep.pairs[pair].columns)
-        if not most:
+        columns = self._sweep.pairs[pair].columns
+        most = max(each.ranks[1] if each.ranks else 0 for each in columns)
+        if not most or not columns[0].places:
             return
         locate, runs = self._locate(pair), self._requests.control_runs(pair)
         base, source = [await locate(key) for key in runs]
@@ -210,7 +257,7 @@ class SweepAttempt:
         }
         store = open_store(self._ledger.settings.capture_root)
         try:
-            order = await asyncio.to_thread(order_by_difference, store, base, source, list(sites.values()), column.places, most)
+            order = await asyncio.to_thread(order_by_difference, store, base, source, list(sites.values()), columns[0].places, most)
         except (OSError, ValueError) as error:
             raise MidstreamError("intervention_failed", f"the rows that neurons are chosen from cannot be read: {error}") from error
         self._requests.rank(pair, {numbers: order[site] for numbers, site in sites.items()})
@@ -298,13 +345,15 @@ class SweepAttempt:
             self._decide(unit, state.useless)
         return bool(state.useless)
 
-    async def _begin(self, group: asyncio.TaskGroup, unit: Unit, asks: list[EngineRequest] | None = None) -> _Pending:
+    async def _begin(
+        self, group: asyncio.TaskGroup, unit: Unit, asks: list[EngineRequest] | None = None, *, first: bool = False
+    ) -> _Pending:
         """Ask the engine, once there is room."""
         if self._ended:  # a group cancels its tasks once, and this one's cancellation was swallowed (see `patience`)
             raise asyncio.CancelledError
         asks = self._requests.patched(unit) if asks is None else asks
         await self._unread.acquire()
-        pending = _Pending(unit, asks)
+        pending = _Pending(unit, asks, first)
         for ask in asks:
             await self._slots.acquire()
             # Given back also when the task never runs.
@@ -332,13 +381,18 @@ class SweepAttempt:
 
     def _locate(self, pair: int) -> "Callable[[str], Coroutine[Any, Any, RunFiles]]":
         async def locate(key: str) -> RunFiles:
+            request, sender = parse_key(key)[1], self._units.sender(pair)
             receipts = [
                 told
-                for unit in (self._units.base(pair), self._units.source(pair))
+                for unit in (self._units.base(pair), self._units.source(pair), *([sender] if sender else []))
                 if (record := self._records.get(unit.number)) is not None
                 for told in record.receipts
             ]
             try:
+                if request in self._firsts:
+                    return self._requests.first_files(*self._firsts[request])
+                if sender is not None and key == self._requests.first_key(sender):
+                    return self._requests.first_files(sender, receipts)
                 return self._requests.files(pair, key, receipts)
             except ValueError as error:
                 raise MidstreamError("intervention_failed", str(error)) from error
@@ -364,7 +418,7 @@ class SweepAttempt:
             if not self._unkept:
                 self._all_kept.set()
             settled = await self._settled()
-            await self._keep([(record, pending.unit) for pending, record in settled])
+            await self._keep([(record, pending.unit) for pending, record in settled if not pending.first])
             done = {id(pending) for pending, _ in settled}
             self._waiting = [pending for pending in self._waiting if id(pending) not in done]
             for pending, record in settled:
@@ -423,6 +477,10 @@ class SweepAttempt:
     def _record(self, pending: _Pending) -> UnitRecord | None:
         """What becomes of a unit; None: it depends on one of which that is not known."""
         unit, state = pending.unit, self._pairs[pending.unit.pair]
+        if pending.first or unit.kind == "sender":
+            receipts = [] if pending.first else [told for receipts in pending.told for told in receipts]
+            reason = pending.reason or self._unverified(pending)
+            return UnitRecord(unit=unit.number, reason=reason, attempt=self._attempt.number, receipts=receipts)
         if unit.kind == "cell" and self._sweep.metric == "recovered" and state.noise_left and not state.useless:
             return None
         record = UnitRecord(unit=unit.number, reason=pending.reason, attempt=self._attempt.number)
@@ -433,6 +491,14 @@ class SweepAttempt:
             if not state.noise_left and self._sweep.metric == "recovered":
                 self._judge(state)
         return record
+
+    def _unverified(self, pending: _Pending) -> str:
+        """Why a rank does not confirm what was asked; empty when all do."""
+        try:
+            verified(pending.told, self._engine.world)
+        except UnverifiedUnit as error:
+            return str(error)
+        return ""
 
     def _value(self, pending: _Pending) -> UnitRecord:
         unit, state, attempt = pending.unit, self._pairs[pending.unit.pair], self._attempt.number
@@ -458,7 +524,7 @@ class SweepAttempt:
             foil_logprob=grades.foil_logprob,
             attempt=attempt,
             neurons=self._requests.neurons(unit)[:SHOWN_NEURONS] if unit.kind == "cell" else [],
-            receipts=[told for receipts in pending.told for told in receipts] if unit.kind in ("base", "source") else [],
+            receipts=[told for receipts in pending.told for told in receipts] if unit.kind in ("base", "source", "sender") else [],
         )
 
 

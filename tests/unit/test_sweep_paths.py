@@ -1,0 +1,128 @@
+"""Paths of a sweep: which layers are on them, what is held, what each pass is asked, and which fields are refused."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from test_sweep_plan import ablated, model, pair, plan, refusal
+
+from midstream.schemas.errors import MidstreamError, misfit
+from midstream.schemas.jobs import Job, Sampling
+from midstream.schemas.source_runs import parse_row
+from midstream.schemas.sweep_paths import StoredPath
+from midstream.schemas.sweeps import StoredSweep
+from midstream.workers.serving.sweep_requests import SweepRequests
+
+INFO = model(hooks=["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"])
+TO_LOGITS = {"receivers": "logits"}
+
+
+def path_of(**path: Any) -> StoredSweep:
+    hooks = path.pop("hooks", ["attn_out"])
+    return plan(info=INFO, axis="together", hooks=hooks, layers=path.pop("layers", "all"), path=path, noise=1).sweep
+
+
+def asks(sweep: StoredSweep) -> SweepRequests:
+    return SweepRequests(Job(id="job_1", kind="sweep", model="m", prompts=[], sampling=Sampling(), created=0.0, sweep=sweep), 1, INFO, True)
+
+
+@pytest.mark.parametrize(
+    ("sender", "held"),
+    [
+        ((1, "pre_attn"), {"attn_out": [1, 2], "mlp_out": [1, 2]}),
+        ((1, "attn_out"), {"attn_out": [2], "mlp_out": [1, 2]}),
+        ((1, "mlp_out"), {"attn_out": [2], "mlp_out": [2]}),
+        ((2, "post_block"), {}),
+    ],
+)
+def test_branches_that_read_what_the_sender_changes_are_held(sender, held) -> None:
+    assert StoredPath(frozen=["attn", "mlp"]).frozen_sites(*sender, 2) == held
+
+
+def test_only_layers_on_the_path_are_swept() -> None:
+    assert path_of(**TO_LOGITS).layers == [0, 1, 2, 3]
+    assert path_of(receivers=[{"layer": 2, "hook": "mlp_out"}, {"layer": 0, "hook": "attn_out"}]).layers == [0, 1, 2]
+    assert path_of(sender={"layer": 1, "hook": "mlp_out"}).layers == [2, 3]
+    refused = refusal(
+        pair(), info=INFO, axis="together", hooks=["attn_out"], layers=[1, 2], path={"sender": {"layer": 1, "hook": "mlp_out"}}
+    )
+    assert (refused.field, refused.allowed) == ("layers", "all, or some of 2")
+
+
+def test_a_path_to_the_logits_is_one_pass_with_the_branches_held() -> None:
+    sweep = path_of(**TO_LOGITS)
+    made = asks(sweep)
+    cell = next(unit for unit in made.units.cells(0) if unit.layer == 2)
+    (ask,) = made.patched(cell)
+    rows = [(entry.hook, entry.layers[0], parse_row(entry.tensors[0]).key.split(".")[2]) for entry in ask.steering]
+    assert set(rows) == {("attn_out", 2, "source"), ("attn_out", 3, "base"), ("mlp_out", 2, "base"), ("mlp_out", 3, "base")}
+    assert ask.entry is not None
+    assert ask.entry.layer == 2
+    assert made.units.width == 1
+
+
+def test_a_path_to_receivers_has_a_first_pass_whose_rows_they_have_in_the_second() -> None:
+    sweep = path_of(receivers=[{"layer": 1, "hook": "mlp_out"}, {"layer": 3, "hook": "attn_out"}], frozen=["attn"])
+    made = asks(sweep)
+    cell = next(unit for unit in made.units.cells(0) if unit.layer == 1)
+    first, (second,) = made.first(cell), made.patched(cell)
+    assert (first.request, second.request) == (cell.number * 2 + 1, cell.number * 2)
+    assert [(dict(capture.sites), capture.at) for capture in first.captures] == [({"attn_out": [3], "mlp_out": [1]}, "before")]
+    held = {(entry.hook, entry.layers[0]) for entry in first.steering if "base" in entry.tensors[0]}
+    assert held == {("attn_out", 2), ("attn_out", 3)}
+    assert {parse_row(entry.tensors[0])._replace(position=0) for entry in second.steering} == {
+        parse_row(f"run:{made.first_key(cell)}:{site}:0") for site in ("mlp_out:1", "attn_out:3")
+    }
+
+
+def test_a_sender_is_one_first_pass_for_all_cells_of_a_pair() -> None:
+    sweep = path_of(sender={"layer": 1, "hook": "attn_out"}, hooks=["mlp_out"])
+    made = asks(sweep)
+    sender = made.units.sender(0)
+    assert sender is not None
+    assert [(dict(capture.sites)) for capture in made.first(sender).captures] == [{"mlp_out": [1, 2, 3]}]
+    cells = [made.patched(cell)[0] for cell in made.units.cells(0)]
+    assert {parse_row(entry.tensors[0]).key for ask in cells for entry in ask.steering} == {made.first_key(sender)}
+    numbers = [made.units.base(0), made.units.source(0), sender, *made.units.noise(0), *made.units.cells(0)]
+    assert [unit.number for unit in numbers] == list(range(len(numbers)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"path": {}}, "path", "either a `sender` or `receivers`"),
+        ({"path": {"receivers": []}}, "path.receivers", "length >= 1"),
+        ({"path": {"receivers": [{"layer": 4, "hook": "mlp_out"}]}}, "path.receivers[0].layer", "out of range"),
+        ({"path": {"receivers": [{"layer": 3, "hook": "mlp_out", "head": 0}]}}, "path.receivers[0].head", "has no heads"),
+        ({"path": {"sender": {"layer": 0, "hook": "mlp_out", "head": 0}}}, "path.sender.head", "has no heads"),
+        ({"path": TO_LOGITS | {"frozen": []}}, "path.frozen", "length >= 1"),
+        ({"path": TO_LOGITS, "alpha": 0.5}, "alpha", "not valid with path"),
+        ({"path": TO_LOGITS, "mask": "0"}, "mask", "not valid with path"),
+        ({"path": {"sender": {"layer": 3, "hook": "mlp_out"}}}, "path", "there is no path"),
+        (
+            {"path": {"sender": {"layer": 0, "hook": "mlp_out"}}, "axis": "neuron", "neurons": {"each": 1}, "layers": "1-3"},
+            "neurons",
+            "first pass",
+        ),
+    ],
+)
+def test_what_is_no_path_is_refused_by_its_field(fields: dict[str, Any], field: str, words: str) -> None:
+    try:
+        plan(pair(), info=INFO, hooks=["attn_out"], **fields)
+    except msgspec.ValidationError as error:
+        detail, at = misfit(error)
+    except MidstreamError as refused:
+        detail, at = refused.detail, refused.field
+    assert at == field
+    assert words in detail
+
+
+def test_a_model_that_does_not_serve_a_branch_cannot_hold_it() -> None:
+    refused = refusal(pair(), hooks=["attn_out"], path=TO_LOGITS)
+    assert (refused.field, refused.allowed) == ("path.frozen", "attn")
+
+
+def test_a_path_needs_two_prompts_and_answers_of_one_token() -> None:
+    assert refusal(ablated(), info=INFO, ablation="zeros", metric="logprob", path=TO_LOGITS).field == "ablation"
+    refused = refusal(pair(answer=" Paris the"), info=INFO, path=TO_LOGITS)
+    assert (refused.field, "2 tokens" in refused.detail) == ("pairs[0].answer", True)
