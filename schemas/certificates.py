@@ -32,6 +32,7 @@ class Certificate(Published):
     proven: list[str]  # hook points
     absent: dict[str, str] = {}  # hook point → why it is not served
     unproven: dict[str, str] = {}  # hook point that is served all the same → why nothing proves it: its neighbours are not installed
+    readings: dict[str, str] = {}  # kind of reading (`lens`) → why it is not served after all
     laws: list[LawFigure] = []
     not_compared: dict[str, str] = {}  # law → why it was not checked
     caveats: list[str] = []  # those of every manifest: of options that are not proven, and of hooks in `unproven`, among others

@@ -25,6 +25,6 @@ class LensSpec(Record):
     layers: LayerSelector = "all"
     hook: HookName = "post_block"
     positions: RequestedPositions = "last_prompt"
-    top_k: Annotated[int, msgspec.Meta(ge=1, le=MAX_LENS_TOP)] = 10
+    top_k: Annotated[int, msgspec.Meta(ge=1, le=MAX_LENS_TOP)] = 5
     tokens: Annotated[list[NamedToken], msgspec.Meta(max_length=MAX_LENS_TOKENS)] = []
     at: At = "after"

@@ -50,7 +50,7 @@ class LensPart(Wire, tag="lens"):
     top: bytes  # int32 `[…, k]`: token ids of the largest logits, descending; the shard may have fewer than were asked for
     logits: bytes  # float32 `[…, k]`
     total: bytes  # float32 `[…]`: log-sum-exp of the shard's logits
-    named_logits: bytes = b""  # float32 `[…, named]`; minus infinity where the token belongs to another shard
+    named_logits: bytes = b""  # float32 `[…, named]`, the same on every rank
     above: bytes = b""  # int32 `[…, named]`: how many tokens of the shard have a larger logit
 
 

@@ -39,7 +39,7 @@ def join_lens(request: int, parts: Sequence[LensPart]) -> LensReading | None:
     most = max((len(part.top) for part in parts), default=0) // (4 * max(1, shape[0] * shape[1]))
     order = np.argsort(-logits, axis=-1, kind="stable")[..., :most]
     named = (*shape, len(first.named))
-    own = np.max([_array(part.named_logits, "<f4", named) for part in parts], axis=0)
+    own = _array(first.named_logits, "<f4", named)
     return LensReading(
         request=request,
         hook=first.hook,

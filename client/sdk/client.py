@@ -23,6 +23,7 @@ from . import discovery, download, wire
 from . import jobs as calls
 from .attention import AsyncAttentionCalls, AttentionCalls
 from .keys import AsyncKeyCalls, KeyCalls
+from .lens import AsyncLensCalls, LensCalls
 from .loras import AsyncLoraCalls, LoraCalls
 from .progress import prompts_bar
 from .saes import AsyncSaeCalls, SaeCalls
@@ -35,7 +36,19 @@ from .webhooks import AsyncWebhookCalls, WebhookCalls
 from .wire import Answer, Call, Capture, JobLike, Patch, Steering
 
 
-class Client(AttentionCalls, SteeringCalls, LoraCalls, SaeCalls, RunCalls, SweepCalls, KeyCalls, WebhookCalls, ServiceCalls, TokenCalls):
+class Client(
+    AttentionCalls,
+    SteeringCalls,
+    LoraCalls,
+    SaeCalls,
+    LensCalls,
+    RunCalls,
+    SweepCalls,
+    KeyCalls,
+    WebhookCalls,
+    ServiceCalls,
+    TokenCalls,
+):
     """The blocking client. `url`: where the API is; by default that of the running stack, found as the commands find it
     (`client.sdk.discovery`). `api_key`: else that of MIDSTREAM_API_KEY.
 
@@ -268,6 +281,7 @@ class AsyncClient(
     AsyncSteeringCalls,
     AsyncLoraCalls,
     AsyncSaeCalls,
+    AsyncLensCalls,
     AsyncRunCalls,
     AsyncSweepCalls,
     AsyncKeyCalls,

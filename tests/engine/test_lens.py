@@ -32,3 +32,99 @@ def test_lens_equals_transformers_in_chunks_and_beside_others(v1: Host, truth: T
         first = len(job.prompts[0].token_ids) - 1
         assert [row[0] for row in reading.top_tokens[-1][first:]] == outputs[job.id][0].token_ids
     assert v1.receipts(long)[0].files == [], "a reading stores no rows"
+
+
+def test_named_tokens_and_parts_of_the_stream(v1: Host, truth: Truth) -> None:
+    """A branch, before and after an edit: what the lens reads are the rows that a capture of the same place gets."""
+    import torch
+
+    edit = [steer(v1.vector(np.ones(64)), [1], 2.0)]
+    sites = {"post_block": [1]}
+    captures = [
+        capture_of([1], "all_prompt", at="after"),
+        lens([], sites=sites, at="after"),
+        lens([], sites=sites, tokens=NAMED),
+        lens([], sites={"attn_out": [2]}),
+    ]
+    job = v1.job(prompt_of(12), max_tokens=1, steering=edit, capture=captures)
+    v1.run(job)
+    after, before, branch = lenses(v1, job)
+    rows = torch.from_numpy(v1.capture(job).array(1, "post_block"))
+    wanted = truth.head(truth.norm()(rows)).log_softmax(dim=-1).detach().numpy()
+    check(after, {(1, position): wanted[position] for position in range(12)})  # type: ignore[arg-type]
+    assert np.abs(np.array(after.top_logprobs) - np.array(before.top_logprobs)).max() > 0.01
+    assert (branch.hook, branch.layers, np.isfinite(branch.top_logprobs).all()) == ("attn_out", [2], True)
+
+
+def test_a_cached_prompt_is_read_from_kept_rows(cached: Host, truth: Truth) -> None:
+    prompt = prompt_of(300, seed=31)
+    jobs = [cached.job(prompt, max_tokens=2, capture=lens(ALL, "all_prompt")) for _ in range(2)]
+    outputs = [cached.run(job)[job.id][0] for job in jobs]
+    assert (outputs[0].cached_tokens, outputs[1].cached_tokens) == (0, 256)
+    first, second = (lenses(cached, job)[0] for job in jobs)
+    check(first, truth.logprobs(prompt))
+    check(second, truth.logprobs(prompt))
+    assert second.top_tokens == first.top_tokens
+
+
+def test_a_lens_changes_no_number_of_another_request(v1: Host) -> None:
+    jobs = [v1.job(prompt_of(30, seed=n), max_tokens=3, capture=capture_of(ALL, "all")) for n in (41, 42)]
+    beside = v1.job(prompt_of(30, seed=42), max_tokens=3, capture=[capture_of(ALL, "all"), lens(ALL, "all", top_k=100, tokens=NAMED)])
+    plain = v1.run_together(jobs[0], jobs[1])
+    read = v1.run_together(again := v1.job(prompt_of(30, seed=41), max_tokens=3, capture=capture_of(ALL, "all")), beside)
+    assert [plain[job.id][0].token_ids for job in jobs] == [read[again.id][0].token_ids, read[beside.id][0].token_ids]
+    for layer in ALL:
+        np.testing.assert_array_equal(v1.capture(jobs[0]).array(layer), v1.capture(again).array(layer))
+
+
+def test_a_failing_reading_fails_its_request_and_no_other(v1: Host) -> None:
+    v1.call("midstream_fault", "reading")
+    try:
+        read = v1.job(prompt_of(9), max_tokens=2, capture=lens(ALL))
+        other = v1.job(prompt_of(9), max_tokens=2, capture=capture_of(ALL, "all"))
+        v1.run(read, other)
+        (receipt,), (fine,) = v1.receipts(read), v1.receipts(other)
+        assert (receipt.status, receipt.kind, fine.status) == ("error", "reading_failed", "ok")
+        assert "lens: fault injected" in receipt.message
+    finally:
+        v1.call("midstream_fault", "")
+    again = v1.job(prompt_of(9), max_tokens=2, capture=lens(ALL))
+    v1.run(again)
+    assert len(lenses(v1, again)) == 1
+
+
+@pytest.mark.parametrize("engine", ["compiled", "v2"])
+def test_lens_equals_transformers_under_other_runners(request: pytest.FixtureRequest, engine: str, truth: Truth) -> None:
+    host: Host = request.getfixturevalue(engine)
+    job = host.job(prompt_of(70, seed=5), max_tokens=3, capture=lens(ALL, "all", tokens=NAMED))
+    (output,) = host.run(job)[job.id]
+    (reading,) = lenses(host, job)
+    check(reading, truth.logprobs((job.prompts[0].token_ids + output.token_ids)[:-1]))
+
+
+def test_ranks_join_a_vocabulary_that_they_share(tp2: Host, qwen3: Path) -> None:
+    """Named tokens of either shard; a prompt from the cache; and a failure of one rank fails the request."""
+    prompt = prompt_of(200, seed=9)
+    truth = Truth(qwen3).logprobs(prompt)
+    captures = [lens(ALL, tokens=NAMED), lens(ALL, [0, 150, -1], top_k=300)]  # a shard has 256 tokens
+    jobs = [tp2.job(prompt, max_tokens=1, capture=captures) for _ in range(2)]
+    outputs = [tp2.run(job)[job.id][0] for job in jobs]
+    assert outputs[1].cached_tokens == 128
+    for job in jobs:
+        assert [len(receipt.consumed) for receipt in tp2.receipts(job)] == [2, 2]
+        for reading in lenses(tp2, job):
+            check(reading, truth)
+    plain = tp2.job(prompt, max_tokens=1, capture=capture_of(ALL, "all_prompt"))
+    assert tp2.run(plain)[plain.id][0].cached_tokens in (0, 128)
+    assert tp2.receipts(plain)[0].status == "ok"
+    tp2.call("midstream_fault", "reading:rank=1")
+    try:
+        failing = tp2.job(prompt, max_tokens=1, capture=lens(ALL))
+        tp2.run(failing)
+        assert [(receipt.status, receipt.kind) for receipt in tp2.receipts(failing)] == [("ok", ""), ("error", "reading_failed")]
+    finally:
+        tp2.call("midstream_fault", "")
+
+
+def test_pipeline_stages_refuse_a_lens_with_the_reason(pp2: Host) -> None:
+    assert "last pipeline stage" in pp2.info["readings"]["lens"]

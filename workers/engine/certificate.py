@@ -76,7 +76,8 @@ async def certify(access: Access, info: ModelInfo, *, trusted: bool = False, **f
     caveats = list(info.caveats)
     try:
         await access.call("midstream_certify", ("begin", {}))
-        findings, skipped, routed = await _Run(access, info).findings()
+        run = _Run(access, info)
+        findings, skipped, routed = await run.findings()
         hooks = [hook for hook in HOOKS if hook in info.hooks]
         absent, laws = verdict(hooks, findings, info.num_layers, routed=routed, unshown=unshown if trusted else None)
         caveats += [f"{hook} is unproven: the setting hooks leaves out what would prove it" for hook in unshown]
@@ -89,7 +90,7 @@ async def certify(access: Access, info: ModelInfo, *, trusted: bool = False, **f
         created=time.time(), seconds=time.monotonic() - started, proven=[hook for hook in hooks if hook not in {**absent, **unshown}],
         unproven={str(hook): why for hook, why in unshown.items()},
         absent={str(hook): why for hook, why in absent.items()}, laws=[_figure(law) for law in laws], not_compared=skipped,
-        caveats=caveats, **facts,
+        caveats=caveats, readings=run.readings, **facts,
     )  # fmt: skip
     if not (certificate.proven or unshown) or any(hook in absent for hook in STREAM):
         what = "the residual stream" if certificate.proven else "any of its hooks"
@@ -135,6 +136,7 @@ class _Run:
         self._compared = sorted({1, length // 2, length - 2, length - 1})
         self._generated: list[int] = []
         self._number = BESIDE
+        self.readings: dict[str, str] = {}  # kind of reading → why it is not served after all
 
     async def findings(self) -> tuple[list[Finding], dict[str, str], bool]:
         """What was found, law → why it was not compared, and whether a router chooses experts."""
@@ -156,6 +158,7 @@ class _Run:
         await self._beside(plan, everything, sizes)
         judged = await self._access.call("midstream_certify", ("judge", msgspec.to_builtins(plan, builtin_types=(bytes,))))
         judgements = [msgspec.convert(each, Judgement) for each in judged]
+        self.readings = {kind: why for each in judgements for kind, why in each.readings.items()}
         skipped = {law: why for each in judgements for law, why in each.not_compared.items()}
         if not self._access.chunked:
             skipped["rows of a chunked prefill"] = "the engine does not split prefills"

@@ -230,6 +230,7 @@ class VllmEngine(RankControl):
             hooks=served,
             caveats=certificate.caveats,
             absent={**self.info.absent, **certificate.absent},
+            readings={**self.info.readings, **certificate.readings},
             certificate=certificate,
             global_captures=from_settings(self._settings, self.info.num_layers, served, self.info.capture_row_limit * len(self._stages)),
         )

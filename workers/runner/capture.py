@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -134,6 +134,7 @@ class Recording:
     stream: Leaving | None = None  # where rows go that leave before the request ends
     watch: "Watch | None" = None  # of rows that probes score, and the next
     plan: "Plan | None" = None
+    prepared: Any = None  # see `FinishedCapture`
     _moving: tuple[int, "Future[list[Extent]]"] | None = None  # runs up to this one are being copied
     _compacted: int = 0  # so many of `runs` are copies already
 
@@ -281,6 +282,7 @@ class Recording:
             caveats=tuple(caveats),
             attention=tuple(attention),
             whole=rows.blob,
+            prepared=self.prepared,
         )
 
     def _in_memory(self, expected: set[int], stop: int, stored_as: torch.dtype) -> "tuple[list[int], int, _Rows]":

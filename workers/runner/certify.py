@@ -19,6 +19,7 @@ from vllm.distributed import get_pp_group, get_tp_group
 from vllm.forward_context import set_forward_context
 
 from ...schemas.dtypes import DTYPES
+from ...schemas.readings import StoredLens
 from ...schemas.receipts import Receipt
 from ...schemas.selectors import HOOKS, Hook
 from .finished import FinishedCapture, Outcome
@@ -36,6 +37,7 @@ from .laws import (
     rowwise,
     sumwise,
 )
+from .lens import Lens
 from .sites import decoder, held_layers, language_model, without_sites
 
 if TYPE_CHECKING:
@@ -90,6 +92,7 @@ class Judgement(msgspec.Struct):
     not_compared: dict[str, str]
     edges: dict[str, bytes]  # float32 rows at the stage's first and last layer, for the neighbouring stages
     routed: bool
+    readings: dict[str, str] = {}  # kind of reading → why it is not served after all
 
 
 def direction(hidden_size: int) -> np.ndarray:
@@ -140,6 +143,7 @@ class Certifier:
         self._records = get_tp_group().rank_in_group == 0
         self._findings: list[Finding] = []
         self._skipped: dict[str, str] = {}
+        self._readings: dict[str, str] = {}
         self._aux: dict[int, torch.Tensor] = {}  # layer → what vLLM itself reads behind it for EAGLE-3
         self._most = 0  # requests in one step
         self._alone: tuple[int, int] | None = None  # the watched request and its last position, in a step of its own
@@ -242,9 +246,10 @@ class Certifier:
                 self._attempt("embedding", self._embedding, plan)
             if get_pp_group().is_last_rank:
                 self._attempt("logits", self._output, plan)
+            self._attempt("logit lens", self._lens, plan)
         if self._most < 2:
             self._skipped["rows in a mixed batch"] = "no step had more than one request"
-        return Judgement(self._findings, self._skipped, edges, self._routed)
+        return Judgement(self._findings, self._skipped, edges, self._routed, self._readings)
 
     def _attempt(self, law: str, judge: Callable[[Plan], None], plan: Plan) -> None:
         """A module that cannot be called alone proves nothing, and breaks nothing else."""
@@ -439,6 +444,21 @@ class Certifier:
             self._findings.append(Finding(law, ("post_block",), last, max(seen.values()), "logits"))
         if plan.final and (plan.final.request, plan.first) in self._logits:
             self._findings.append(Finding(edit, ("post_block",), last, best[-1], "edit", edit=True))
+
+    def _lens(self, plan: Plan) -> None:
+        """The same of the lens's copy of norm and output matrix, of which this rank may have a shard: there is no factor here."""
+        lens = self._plane.readings.reader(StoredLens)
+        places = [(plan.base, position) for position in plan.positions if (plan.base, position) in self._logits]
+        if not isinstance(lens, Lens) or not self._records or not places:
+            return
+        rows = self._kept.of(plan.base, [position for _, position in places])("post_block", self._adapter.num_layers - 1)
+        logits = lens.head.logits(lens.head.norm(rows.to(self._dtype).to(lens.head.device))).cpu()
+        shard = slice(lens.head.shard.start, lens.head.shard.stop)
+        off = max(self._off(row, self._logits[place][:, shard]) for row, place in zip(logits, places, strict=True))
+        if not off <= 1:
+            self._readings["lens"] = (
+                f"its final norm and output matrix give other logits than the model's own ({off:.3g} times the tolerance)"
+            )
 
     def _norms(self) -> list[nn.Module]:
         """Those beside the layers, and beside what holds them."""

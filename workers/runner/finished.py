@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...schemas.attention import ATTENDING, AttentionKind, of_layers
 from ...schemas.captures import FORMAT, Manifest
@@ -36,6 +36,7 @@ class FinishedCapture:
     attention: tuple[AttentionKind, ...] = ()  # of the stage's layers
     non_finite: dict[tuple[str, int], int] = field(default_factory=dict)  # (hook, layer) → rows that are not finite as stored
     unsound: tuple[str, int, int] | None = None  # (hook, layer, position) of the first row that the model computed so
+    prepared: Any = None  # of a capture that is read: what its reader made of the reading when the request began
     whole: "Callable[[FinishedCapture], Blob | None]" = lambda _: None  # its blob, where the rows are in a file that the store can take
 
     @property

@@ -5,8 +5,10 @@ A copy of the model's own modules that shares their weights. With the vocabulary
 
 import copy
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,7 +65,7 @@ class Head:
             if "Unquantized" not in type(lm_head.quant_method).__name__:
                 raise NoHeadError("its output matrix is quantised, and the engine runs on a CPU")
             processor._apply_head = partial(_linear, processor.head_dtype or dtype)
-        self.weight: torch.Tensor | None = getattr(lm_head, "weight", None)  # `[shard and padding, hidden]`
+        self._lm_head = lm_head
         first = at.org_vocab_start_index
         self.shard = Shard(first, at.org_vocab_end_index, first // lm_head.num_embeddings_per_partition, lm_head.tp_size)
 
@@ -75,6 +77,25 @@ class Head:
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """float32 `[rows, shard]`: of this shard's tokens, in their order, without padding."""
         return self._product(normed)[:, : self.shard.stop - self.shard.start].float()
+
+    def rows_of(self, tokens: Sequence[int], reduce: Callable[[torch.Tensor], torch.Tensor]) -> "Head":
+        """The same end of the model for these tokens alone, whichever shards have them: its `logits` are `[rows, tokens]`.
+
+        `reduce`: the sum over all ranks of the stage, each of which calls this. Raises NoHeadError on all of them.
+        """
+        weight, bias = getattr(self._lm_head, "weight", None), getattr(self._lm_head, "bias", None)
+        if weight is None or "Unquantized" not in type(self._lm_head.quant_method).__name__:
+            raise NoHeadError("named tokens need an output matrix that is not quantised, where ranks share it")
+        places = torch.tensor(tokens, device=self.device) - self.shard.start
+        mine = (places >= 0) & (places < self.shard.stop - self.shard.start)
+        rows = weight[places.where(mine, 0)] * mine[:, None]
+        shift = None if bias is None else reduce(bias[places.where(mine, 0)] * mine)
+        only = SimpleNamespace(weight=reduce(rows), tp_size=1)
+        head: Head = copy.copy(self)
+        top, processor = _apart(self._top)
+        processor._apply_head = lambda _, given, __: _linear(processor.head_dtype or self.dtype, only, given, shift)
+        head._top, head.shard = top, Shard(0, len(tokens), 0, 1)
+        return head
 
     def _product(self, normed: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = type(self._top).compute_logits(self._top, normed)

@@ -3,6 +3,8 @@
 nostalgebraist 2020, "interpreting GPT: the logit lens". Log-softmax is taken in float32.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from ...schemas.readings import LensPart, StoredLens
@@ -17,16 +19,22 @@ CHUNK_BYTES = 32 << 20
 class Lens:
     """The reader of `StoredLens`. One per rank; holds nothing between calls."""
 
-    def __init__(self, head: Head) -> None:
-        self._head = head
+    def __init__(self, head: Head, reduce: Callable[[torch.Tensor], torch.Tensor] = lambda values: values) -> None:
+        """`reduce`: the sum over all ranks of the stage."""
+        self.head, self._reduce = head, reduce
+
+    def prepare(self, reading: StoredLens) -> Head | None:
+        """The output matrix of the named tokens, where other ranks have some of it: so each can count what is above them."""
+        return self.head.rows_of(reading.tokens, self._reduce) if reading.tokens and self.head.shard.count > 1 else None
 
     def __call__(self, capture: FinishedCapture, number: int) -> LensPart:
         """Reads every row of the capture. `number`: its place among the request's captures."""
         wanted = capture.capture.reading
         assert isinstance(wanted, StoredLens)
         ((hook, layers),) = capture.capture.sites.items()
-        shard = self._head.shard
-        read = [self._read(rows_of(capture, hook, layer, self._head.device), wanted) for layer in layers]
+        shard = self.head.shard
+        of_named: Head | None = capture.prepared
+        read = [self._read(rows_of(capture, hook, layer, self.head.device), wanted, of_named) for layer in layers]
         ids, logits, total, named, above = (torch.stack(values) for values in zip(*read, strict=True))
         return LensPart(
             capture=number,
@@ -44,18 +52,24 @@ class Lens:
             above=array(above, torch.int32),
         )
 
-    def _read(self, rows: torch.Tensor, wanted: StoredLens) -> list[torch.Tensor]:
+    def _read(self, rows: torch.Tensor, wanted: StoredLens, of_named: Head | None) -> list[torch.Tensor]:
         """Of `[positions, hidden]`: top ids and logits `[positions, k]`, log-sum-exp `[positions]`, named logits and counts above."""
-        width = self._head.shard.stop - self._head.shard.start
+        width = self.head.shard.stop - self.head.shard.start
         size = max(1, CHUNK_BYTES // (4 * width))
-        parts = [self._of(chunk, wanted) for chunk in rows.split(size)] if len(rows) else [self._of(rows, wanted)]
+        parts = [self._of(chunk, wanted, of_named) for chunk in rows.split(size)] if len(rows) else [self._of(rows, wanted, of_named)]
         return [torch.cat(values) for values in zip(*parts, strict=True)]
 
-    def _of(self, rows: torch.Tensor, wanted: StoredLens) -> tuple[torch.Tensor, ...]:
-        shard = self._head.shard
-        logits = self._head.logits(self._head.norm(rows.to(self._head.dtype)))
+    def _of(self, rows: torch.Tensor, wanted: StoredLens, of_named: Head | None) -> tuple[torch.Tensor, ...]:
+        shard = self.head.shard
+        normed = self.head.norm(rows.to(self.head.dtype))
+        logits = self.head.logits(normed)
         top, ids = logits.topk(min(wanted.top_k, logits.shape[1]), dim=-1)
-        tokens = torch.tensor(wanted.tokens, dtype=torch.int64, device=logits.device)
-        named = logits[:, tokens]
-        above = torch.stack([(logits > named[:, [place]]).sum(dim=-1) for place in range(len(tokens))], dim=-1) if len(tokens) else named
+        places = torch.tensor(wanted.tokens, dtype=torch.int64, device=logits.device) - shard.start
+        named = logits[:, places] if of_named is None else of_named.logits(normed)
+        above = torch.empty(named.shape, dtype=torch.int64, device=logits.device)
+        for number, place in enumerate(places.tolist()):
+            larger = logits > named[:, [number]]
+            if 0 <= place < logits.shape[1]:
+                larger[:, place] = False
+            above[:, number] = larger.sum(dim=-1)
         return ids + shard.start, top, logits.logsumexp(dim=-1), named, above

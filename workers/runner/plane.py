@@ -110,7 +110,7 @@ class DataPlane:
         self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up, curve=curve)
         device = buffers.ring.device
         begin = partial(begin_helper, device, device.type == "cpu" and torch.get_num_threads() >= len(config.cores))
-        readings = Readings(readers or {}, config.memory_limit_kib << 10, self.faults.of_reading)
+        self.readings = readings = Readings(readers or {}, config.memory_limit_kib << 10, self.faults.of_reading)
         self._writer = make_writer(config, place.rank, self._outbox, self.faults.of_write, begin, readings)
         self._reports = Reports(
             config, place, self._writer, self.actions, hidden_size=self._hidden_size, dtype=self._dtype, num_layers=num_layers
@@ -503,6 +503,7 @@ class DataPlane:
         tracked = Tracked(spec, admitted=self._step, cached_tokens=request.cached_tokens, touched=touched(spec))
         self._tracked[request.id] = tracked
         self._live.add(spec.key)
+        prepared, unprepared = self.readings.prepare(spec)  # every rank comes here: nothing of its own may keep it from it
         if spec.version != __version__:
             self._fail(tracked, f"the worker runs Midstream {spec.version}, but rank {self._place.rank} runs {__version__}", "")
             return
@@ -518,8 +519,11 @@ class DataPlane:
             tracked.recordings = {number: recording for number, recording in recordings if recording is not None}
             with self._guard([tracked], "probe_failed"):
                 tracked.watch = self._probes.watch(spec, tracked.recordings.values())
-            for recording in tracked.recordings.values():
+            for number, recording in tracked.recordings.items():
                 recording.stream = self._streams.of(spec, recording, request.max_tokens)
+                recording.prepared = prepared.get(number)
+            if unprepared:
+                self._fail(tracked, unprepared, "reading_failed")
         wanted = steering_rows(spec.global_steering) + steering_rows(spec.steering)
         try:
             if self._taints.spoil(spec, request.cached_tokens):

@@ -1,5 +1,6 @@
 """The readers of a rank: for each kind of reading what computes it on the loaded model, or why nothing does."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +18,18 @@ _STAGES = "the output matrix is on the last pipeline stage alone, out of reach o
 
 
 def readers_of(
-    model: nn.Module, adapter: "Adapter", *, dtype: torch.dtype, device: torch.device, stages: int
+    model: nn.Module,
+    adapter: "Adapter",
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    stages: int,
+    reduce: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[dict[type, Reader], dict[str, str]]:
-    """(Type of reading → its reader, kind of reading → why there is none; empty: it is served)."""
+    """(Type of reading → its reader, kind of reading → why there is none; empty: it is served).
+
+    `reduce`: the sum over the ranks of the stage.
+    """
     try:
         if stages > 1:
             raise NoHeadError(_STAGES)
@@ -27,4 +37,4 @@ def readers_of(
             head = Head(model, adapter, dtype, device)
     except Exception as error:  # an unusual model is served without a lens
         return {}, {"lens": str(error) or type(error).__name__}
-    return {StoredLens: Lens(head)}, {"lens": ""}
+    return {StoredLens: Lens(head, reduce)}, {"lens": ""}

@@ -4,8 +4,9 @@ Readers run beside the engine's forward passes. They take part in no collective 
 computed in parts, which the host joins (`StoredCapture.everywhere`).
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,8 +14,10 @@ import torch
 from ...schemas.base import to_msgpack
 from ...schemas.dtypes import DTYPES
 from ...schemas.readings import Part
+from ...schemas.specs import RankSpec
 from .finished import FinishedCapture, Outcome
 
+logger = logging.getLogger(__name__)
 #: Bytes of a part apart from what its `size` counts: names, layers, and what MessagePack adds.
 HEADER_BYTES = 1 << 14
 
@@ -27,12 +30,41 @@ class ReadingError(Exception):
 Reader = Callable[[FinishedCapture, int], Part]
 
 
+@runtime_checkable
+class Preparing(Protocol):
+    """A reader that needs something of other ranks."""
+
+    def prepare(self, reading: Any) -> Any:
+        """What `FinishedCapture.prepared` is to be. Called when a request begins, by every rank of the stage in the same step, so that it
+        may make collective calls; whether it raises must not depend on the rank."""
+
+
 class Readings:
     """The consumer of captures that are read instead of stored. Called from writer threads."""
 
     def __init__(self, readers: Mapping[type, Reader], limit: int, fails: Callable[[], bool] = lambda: False) -> None:
         """`readers`: by the type of `StoredCapture.reading`. `limit`: bytes of a part. `fails`: tests only, reading fails while true."""
         self._readers, self._limit, self._fails = dict(readers), limit, fails
+
+    def prepare(self, spec: RankSpec) -> tuple[dict[int, Any], str]:
+        """What readers need of other ranks, by the capture's number; and why there is none, which is the same on every rank.
+
+        Called by every rank of the stage in the same step.
+        """
+        made: dict[int, Any] = {}
+        try:
+            for number, capture in enumerate(spec.captures):
+                reader = self._readers.get(type(capture.reading))
+                if isinstance(reader, Preparing):
+                    made[number] = reader.prepare(capture.reading)
+        except Exception as error:
+            logger.exception("request %s: its reading cannot be prepared", spec.key)
+            return {}, f"{type(error).__name__}: {error}"
+        return made, ""
+
+    def reader(self, kind: type) -> Reader | None:
+        """The reader of this type of `StoredCapture.reading`."""
+        return self._readers.get(kind)
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """One outcome per capture: a reading that fails is its own request's affair."""

@@ -110,7 +110,7 @@ class MidstreamWorker(PlatformWorker):
         warm_up(sites, buffers)
         place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group, stages=pp.world_size)
         enters = config.sweep_entry and not traced and "pre_attn" in hooks and enters_above(adapter)
-        readers, readings = readers_of(loaded, adapter, dtype=model.dtype, device=self.device, stages=pp.world_size)
+        readers, readings = readers_of(loaded, adapter, dtype=model.dtype, device=self.device, stages=pp.world_size, reduce=tp.all_reduce)
         self._found = msgspec.structs.replace(self._found, enters=enters, readings=readings)
         gate = install_gate(loaded, adapter) if enters else None
         with threads_elsewhere(set(config.cores)):

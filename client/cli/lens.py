@@ -1,0 +1,56 @@
+"""The command `lens`: what each layer's rows say of the next token."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...schemas.base import to_json
+from ..render import figures
+from ..render import lens as render
+from . import options
+from .jobs import AsJson, Model, Url, connect, out
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command to `midstream`."""
+    app.command()(lens)
+
+
+@options.with_handling
+def lens(
+    prompt: Annotated[str, typer.Argument(help="The prompt.")],
+    layers: Annotated[str, typer.Option(help="all, 3, 0-5, or 0-5,9,-1.")] = "all",
+    positions: Annotated[str, typer.Option(help="As for captures: last_prompt, all_prompt, all, 0,5,-1, 5:9, …")] = "all_prompt",
+    hook: Annotated[str | None, typer.Option(help="Hook point; default: post_block.")] = None,
+    top_k: Annotated[int, typer.Option(help="Most likely tokens of each row.")] = 5,
+    token: Annotated[
+        list[str] | None, typer.Option(help="Token whose rank is wanted: its text, with its leading space, or its id.")
+    ] = None,
+    at: Annotated[str | None, typer.Option(help="before or after (default) steering at the same site.")] = None,
+    steer: Annotated[list[str] | None, typer.Option(metavar=options.STEER, help="As for submit; repeatable.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 1,
+    figure: Annotated[Path | None, typer.Option(help="Write the heat map to this file: .png, .pdf, .svg, …")] = None,
+    model: Model = None,
+    *,
+    handling: dict[str, Any],  # the options of `with_handling`
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Show the most likely next token by layer and position, through the model's own final norm and output matrix."""
+    if figure is not None:
+        figures.check(figure, "figure")
+    fields = {**handling, "steering": options.parse_steering(steer or [])} | ({} if model is None else {"model": model})
+    with connect(url) as client:
+        found = client.lens(
+            prompt, layers=options.parse_layers(layers), positions=options.parse_positions(positions), top_k=top_k,
+            tokens=[int(each) if each.isdecimal() else each for each in token or []], hook=hook, at=at, max_tokens=max_tokens, **fields,
+        )  # fmt: skip
+        if json_:
+            print(to_json(client.result(found.job).lens).decode())
+        else:
+            out.print(render.table(found))
+            if found.named:
+                out.print(render.named_table(found))
+    if figure is not None:
+        render.figure(found, figure)

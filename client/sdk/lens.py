@@ -1,0 +1,152 @@
+"""The logit lens of the clients: one call, and its answer as arrays."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+
+from ...schemas.errors import MidstreamError
+from ...schemas.jobs import JobResult
+from ...schemas.readings import LensReading
+from ...schemas.tokens import Detokenized
+from . import wire
+from .tokens import _detokenize
+
+#: As `positions` of a capture: a name, numbers, a span.
+Positions = str | Sequence[Any] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Lens:
+    """What a logit lens showed of one prompt.
+
+    `tokens[i, j, k]`: the k-th most likely next token, of layer `layers[i]` at `positions[j]`.
+    """
+
+    job: str
+    hook: str
+    layers: list[int]
+    positions: list[int]  # absolute token positions
+    token_ids: list[int]  # the token at each position
+    tokens: np.ndarray  # int64 `[layers, positions, k]`, most likely first
+    logprobs: np.ndarray  # float32 `[layers, positions, k]`, nats
+    named: list[int]  # token ids that the request named
+    ranks: np.ndarray  # int64 `[layers, positions, named]`; 0: the most likely of the vocabulary
+    named_logprobs: np.ndarray  # float32 `[layers, positions, named]`, nats
+    words: Mapping[int, str] = field(default_factory=dict)  # token id → its text, as far as known
+
+    def word(self, token: int) -> str:
+        """The token's text; its number where that is not known."""
+        return self.words.get(int(token), f"#{int(token)}")
+
+
+def lens_of(reading: LensReading, job: str = "", words: Mapping[int, str] | None = None) -> Lens:
+    """As arrays. `words`: token id → text."""
+    shape = len(reading.layers), len(reading.positions)
+    return Lens(
+        job=job,
+        hook=reading.hook,
+        layers=reading.layers,
+        positions=reading.positions,
+        token_ids=reading.token_ids,
+        tokens=np.array(reading.top_tokens, dtype=np.int64).reshape(*shape, -1),
+        logprobs=np.array(reading.top_logprobs, dtype=np.float32).reshape(*shape, -1),
+        named=reading.named_tokens,
+        ranks=np.array(reading.named_ranks, dtype=np.int64).reshape(*shape, len(reading.named_tokens)),
+        named_logprobs=np.array(reading.named_logprobs, dtype=np.float32).reshape(*shape, len(reading.named_tokens)),
+        words=words or {},
+    )
+
+
+def known_tokens(readings: Sequence[LensReading]) -> list[int]:
+    """All token ids in these, ascending."""
+    found: set[int] = set()
+    for reading in readings:
+        found.update(reading.token_ids, reading.named_tokens, *(row for layer in reading.top_tokens for row in layer))
+    return sorted(found)
+
+
+def _fields(prompt: Any, spec: dict[str, Any], more: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+    chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
+    given = {name: value for name, value in spec.items() if value is not None}
+    return {
+        **more,
+        ("messages" if chat else "prompts"): [prompt],
+        "lens": {**given, "tokens": list(given.get("tokens", ()))},
+        "sampling": {"max_tokens": max_tokens, **more.pop("sampling", {})},
+    }
+
+
+def _reading(result: JobResult) -> LensReading:
+    if not result.lens:
+        raise MidstreamError("not_found", f"job {result.id} has no lens")
+    return result.lens[0]
+
+
+class LensCalls(ABC):
+    """Of the blocking client."""
+
+    @abstractmethod
+    def _send(self, call: wire.Call) -> httpx.Response: ...
+
+    @abstractmethod
+    def run(self, request: Any = None, *, timeout: float | None = None, progress: bool = True, **fields: Any) -> JobResult: ...
+
+    def lens(
+        self,
+        prompt: Any,
+        *,
+        layers: Any = "all",
+        positions: Positions = "all_prompt",
+        top_k: int = 5,
+        tokens: Sequence[int | str] = (),
+        hook: str | None = None,
+        at: str | None = None,
+        max_tokens: int = 1,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> Lens:
+        """What each layer's rows say of the next token, through the model's own final norm and output matrix.
+
+        `prompt`: text, token ids, or a conversation. `tokens`: ids, or texts of one token, whose rank and log-probability are wanted.
+        `hook`: post_block by default; `at`: after edits of the same place by default. `fields`: of the job: `model`, `steering`, …
+        """
+        spec = {"layers": layers, "positions": positions, "top_k": top_k, "tokens": tokens, "hook": hook, "at": at}
+        result = self.run(timeout=timeout, progress=False, **_fields(prompt, spec, fields, max_tokens))
+        known = known_tokens([_reading(result)])
+        words = wire.decode(self._send(_detokenize(result.model, known)), Detokenized).token_strs
+        return lens_of(_reading(result), result.id, dict(zip(known, words, strict=True)))
+
+
+class AsyncLensCalls(ABC):
+    """Of the client that awaits."""
+
+    @abstractmethod
+    async def _send(self, call: wire.Call) -> httpx.Response: ...
+
+    @abstractmethod
+    async def run(self, request: Any = None, *, timeout: float | None = None, progress: bool = True, **fields: Any) -> JobResult: ...
+
+    async def lens(
+        self,
+        prompt: Any,
+        *,
+        layers: Any = "all",
+        positions: Positions = "all_prompt",
+        top_k: int = 5,
+        tokens: Sequence[int | str] = (),
+        hook: str | None = None,
+        at: str | None = None,
+        max_tokens: int = 1,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> Lens:
+        """As `LensCalls.lens`."""
+        spec = {"layers": layers, "positions": positions, "top_k": top_k, "tokens": tokens, "hook": hook, "at": at}
+        result = await self.run(timeout=timeout, progress=False, **_fields(prompt, spec, fields, max_tokens))
+        known = known_tokens([_reading(result)])
+        words = wire.decode(await self._send(_detokenize(result.model, known)), Detokenized).token_strs
+        return lens_of(_reading(result), result.id, dict(zip(known, words, strict=True)))

@@ -1,0 +1,121 @@
+"""Parts of readings: how they are joined, and what a rank refuses."""
+
+import numpy as np
+import pytest
+import torch
+
+from midstream.broker.ledger.readings import join_lens, readings
+from midstream.schemas.base import to_msgpack
+from midstream.schemas.readings import READER, LensPart, StoredLens, part_decoder
+from midstream.schemas.receipts import Consumed, Receipt
+from midstream.schemas.specs import RankSpec, StoredCapture
+from midstream.workers.runner.finished import FinishedCapture
+from midstream.workers.runner.head import Shard
+from midstream.workers.runner.lens import Lens
+from midstream.workers.runner.readings import Readings
+
+LAYERS, POSITIONS, HIDDEN, VOCABULARY = [1, 3], [0, 4, 5], 6, 11
+NAMED = [2, 9]
+ROWS = np.random.default_rng(0).normal(size=(2, 3, HIDDEN)).astype(np.float32)
+HEAD = torch.from_numpy(np.random.default_rng(1).normal(size=(VOCABULARY, HIDDEN)).astype(np.float32))
+
+
+class PlainHead:
+    """Tokens `start … stop` of a head without a norm, or the tokens `only`."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, number: int, count: int, only: list[int] | None = None) -> None:
+        step = -(-VOCABULARY // count)
+        self.shard = Shard(number * step, min((number + 1) * step, VOCABULARY), number, count)
+        self._weight = HEAD[self.shard.start : self.shard.stop] if only is None else HEAD[only]
+
+    def norm(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ self._weight.T
+
+
+def capture(reading: StoredLens | None = None, **more: object) -> FinishedCapture:
+    stored = StoredCapture(
+        sites={"post_block": LAYERS}, positions=POSITIONS, tag="", consumers=[READER], reading=reading or StoredLens(top_k=4, tokens=NAMED)
+    )
+    fields: dict[str, object] = {
+        "spec": RankSpec(version="v", job="j", request=0, attempt=1, prompt_tokens=6, captures=[stored]), "capture": stored,
+        "sites": {"post_block": LAYERS}, "hidden_size": HIDDEN, "dtype": "float32", "positions": POSITIONS, "token_ids": [7, 8, 9],
+        "worker": "w", "rank": 0, "pp": 0, "stages": 1, "rows": lambda _, layer: [memoryview(ROWS[LAYERS.index(layer)].tobytes())],
+    }  # fmt: skip
+    return FinishedCapture(**(fields | more))  # type: ignore[arg-type]
+
+
+def parts(count: int) -> list[LensPart]:
+    made = []
+    for number in range(count):
+        lens = Lens(PlainHead(number, count))  # type: ignore[arg-type]
+        made.append(lens(capture(prepared=PlainHead(0, 1, NAMED) if count > 1 else None), 0))
+    return made
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_shards_of_a_vocabulary_join_to_the_whole(count: int) -> None:
+    found = join_lens(0, parts(count)[::-1])
+    wanted = (torch.from_numpy(ROWS) @ HEAD.T).log_softmax(dim=-1).numpy()
+    assert found is not None
+    tokens = np.argsort(-wanted, axis=-1)[..., :4]
+    np.testing.assert_array_equal(found.top_tokens, tokens)
+    np.testing.assert_allclose(found.top_logprobs, np.take_along_axis(wanted, tokens, -1), atol=1e-6)
+    np.testing.assert_allclose(found.named_logprobs, wanted[..., NAMED], atol=1e-6)
+    np.testing.assert_array_equal(found.named_ranks, [[[(row > row[t]).sum() for t in NAMED] for row in layer] for layer in wanted])
+    assert (found.layers, found.positions, found.token_ids, found.named_tokens) == (LAYERS, POSITIONS, [7, 8, 9], NAMED)
+
+
+def test_a_lens_of_which_a_shard_is_missing_is_not_shown() -> None:
+    assert join_lens(0, parts(2)[:1]) is None
+
+
+def test_readings_come_by_prompt_and_leave_other_consumers_alone() -> None:
+    (part,) = parts(1)
+
+    def receipt(request: int) -> Receipt:
+        consumed = [Consumed("memory", rows=b"rows"), Consumed(READER, rows=to_msgpack(part)), Consumed(READER, ok=False, message="no")]
+        return Receipt("v", "w", "b", "j", request, 1, 0, 1, 0, 0, 0, 0, "0", "ok", consumed=consumed)
+
+    found = readings([receipt(1), receipt(0)])
+    assert [reading.request for reading in found["lens"]] == [0, 1]
+
+
+def test_rows_are_read_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midstream.workers.runner.lens.CHUNK_BYTES", 2 * 4 * VOCABULARY)
+    sizes: list[int] = []
+    head = PlainHead(0, 1)
+    monkeypatch.setattr(head, "norm", lambda rows: sizes.append(len(rows)) or rows)
+    assert to_msgpack(Lens(head)(capture(), 0)) == to_msgpack(parts(1)[0])  # type: ignore[arg-type]
+    assert max(sizes) == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"dropped": (4,)}, "rows of 1 positions were dropped under overload"),
+        ({"unsound": ("post_block", 1, 4)}, "the row at post_block of layer 1, position 4, is not finite"),
+    ],
+)
+def test_a_reading_of_missing_or_broken_rows_fails(changed: dict[str, object], words: str) -> None:
+    consumer = Readings({StoredLens: Lens(PlainHead(0, 1))}, 1 << 20)  # type: ignore[arg-type]
+    fine, broken = consumer.consume([capture(), capture(**changed)])
+    assert (fine.error, part_decoder.decode(fine.rows).layers) == ("", LAYERS)
+    assert (broken.error, broken.rows) == (words, b"")
+
+
+def test_a_reading_beyond_the_limit_or_without_reader_fails() -> None:
+    reader = Lens(PlainHead(0, 1))  # type: ignore[arg-type]
+    assert "exceed the response limit of 64" in Readings({StoredLens: reader}, 64).consume([capture()])[0].error
+    assert "no reader for StoredLens" in Readings({}, 1 << 20).consume([capture()])[0].error
+
+
+def test_an_error_in_a_reader_is_its_own_outcome() -> None:
+    def broken(_: FinishedCapture, __: int) -> LensPart:
+        raise ValueError("what it says")
+
+    assert Readings({StoredLens: broken}, 1 << 20).consume([capture()])[0].error == "ValueError: what it says"

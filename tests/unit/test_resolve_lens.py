@@ -1,0 +1,102 @@
+"""What a lens comes to on a model, and which of them it refuses, by which field."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from test_resolve_captures import bounds
+
+from midstream.api.resolve.captures import resolve_captures
+from midstream.api.resolve.readings import resolve_readings, with_token_ids
+from midstream.api.resolve.tokenizer import Codec
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.lens import LensSpec
+from midstream.schemas.readings import READER, StoredLens
+from midstream.schemas.specs import CaptureSpec, StoredCapture
+from midstream.workers.fake.model import make_bundle, make_tokenizer
+
+SERVED = {"readings": {"lens": ""}}
+
+
+def resolved(lens: dict[str, Any], *lengths: int, capture: CaptureSpec | None = None, **changes: Any) -> list[list[StoredCapture]]:
+    limits = bounds(*lengths, **(SERVED | changes))
+    parsed: Any = SimpleNamespace(lens=msgspec.convert(lens, LensSpec))
+    return resolve_captures(capture, limits, resolve_readings(parsed, limits))
+
+
+def test_the_default_lens_reads_the_last_token_of_all_layers() -> None:
+    ((capture,),) = resolved({})
+    assert (capture.sites, capture.positions, capture.at, capture.consumers) == (
+        {"post_block": [0, 1, 2, 3]},
+        "last_prompt",
+        "after",
+        [READER],
+    )
+    assert capture.reading == StoredLens(top_k=5)
+
+
+@pytest.mark.parametrize(
+    ("lens", "field", "words"),
+    [
+        ({"hook": "mlp_in", "top_k": 2}, "lens.hook", "do not go through the model's final norm; valid: pre_attn, attn_out"),
+        ({"hook": "post_attn", "top_k": 2}, "lens.hook", "unknown hook 'post_attn'"),
+        ({"layers": "0-9", "top_k": 2}, "lens.layers", "layer 9"),
+        ({"positions": [7], "top_k": 2}, "lens.positions[0]", "7"),
+        ({"top_k": 10}, "lens.top_k", "10 exceeds the vocabulary's 9 tokens"),
+        ({"tokens": [3, 9], "top_k": 2}, "lens.tokens[1]", "token id 9 is outside the vocabulary; valid: 0 to 8"),
+        ({"tokens": [3, 3], "top_k": 2}, "lens.tokens[1]", "named twice"),
+        ({"positions": "all", "top_k": 9}, "lens", "may produce 2826 bytes of results: a response holds at most 1 KiB per prompt"),
+    ],
+)
+def test_a_wrong_lens_is_refused_by_its_field(lens: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(MidstreamError) as refused:
+        resolved(lens)
+    assert (refused.value.kind, refused.value.field) == ("invalid_request", field)
+    assert words in refused.value.detail
+
+
+@pytest.mark.parametrize("top_k", [0, 101])
+def test_top_k_is_bounded(top_k: int) -> None:
+    with pytest.raises(msgspec.ValidationError, match="top_k"):
+        msgspec.convert({"top_k": top_k}, LensSpec)
+
+
+@pytest.mark.parametrize(
+    ("readings", "words"), [({}, "run a version of Midstream without it"), ({"lens": "the output matrix is elsewhere"}, "is elsewhere")]
+)
+def test_a_model_without_a_lens_refuses_it_with_the_reason(readings: dict[str, str], words: str) -> None:
+    with pytest.raises(MidstreamError) as refused:
+        resolved({"top_k": 1}, readings=readings)
+    assert (refused.value.field, words in refused.value.detail) == ("lens", True)
+
+
+def test_what_comes_back_of_rows_and_readings_is_limited_together() -> None:
+    rows = CaptureSpec(layers=[0], consumers=["memory"], positions="all_prompt")
+    lens = {"positions": [0, 1, 2, 3, 4, 5], "top_k": 4}
+    assert resolved(lens)
+    assert resolved({"top_k": 1}, capture=rows)
+    with pytest.raises(MidstreamError) as refused:
+        resolved(lens, capture=rows)
+    assert refused.value.field == "lens"
+
+
+def test_what_a_job_returns_counts_the_parts_of_every_rank() -> None:
+    lens = {"top_k": 9, "positions": "all_prompt"}
+    many = [40] * 200
+    assert resolved(lens, *many, memory_limit_kib=64)
+    with pytest.raises(MidstreamError) as refused:
+        resolved(lens, *many, memory_limit_kib=64, tp=8)
+    assert "the job's 200 prompts may produce" in refused.value.detail
+
+
+def test_named_tokens_are_ids_or_texts_of_one_token() -> None:
+    tokenizer = make_tokenizer()
+    codec = Codec(make_bundle(tokenizer))
+    spec = asyncio.run(with_token_ids(LensSpec(tokens=["a", 5, "b"]), codec))
+    assert spec is not None
+    assert spec.tokens == [tokenizer.token_to_id("a"), 5, tokenizer.token_to_id("b")]
+    with pytest.raises(MidstreamError) as refused:
+        asyncio.run(with_token_ids(LensSpec(tokens=[5, "ab"]), codec))
+    assert (refused.value.field, refused.value.detail) == ("lens.tokens[1]", "'ab' is 2 tokens: 'a', 'b'")
