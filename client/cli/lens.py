@@ -22,7 +22,7 @@ def lens(
     prompt: Annotated[str, typer.Argument(help="The prompt.")],
     layers: Annotated[str, typer.Option(help="all, 3, 0-5, or 0-5,9,-1.")] = "all",
     positions: Annotated[str, typer.Option(help="As for captures: last_prompt, all_prompt, all, 0,5,-1, 5:9, …")] = "all_prompt",
-    hook: Annotated[str | None, typer.Option(help="Hook point; default: post_block.")] = None,
+    hooks: Annotated[str | None, typer.Option(metavar="HOOK", help="Read the rows of this hook point; default: post_block.")] = None,
     top_k: Annotated[int, typer.Option(help="Most likely tokens of each row.")] = 5,
     token: Annotated[
         list[str] | None, typer.Option(help="Token whose rank is wanted: its text, with its leading space, or its id.")
@@ -44,7 +44,7 @@ def lens(
     with connect(url) as client:
         found = client.lens(
             prompt, layers=options.parse_layers(layers), positions=options.parse_positions(positions), top_k=top_k,
-            tokens=[int(each) if each.isdecimal() else each for each in token or []], hook=hook, at=at, max_tokens=max_tokens, **fields,
+            tokens=[int(each) if each.isdecimal() else each for each in token or []], hook=hooks, at=at, max_tokens=max_tokens, **fields,
         )  # fmt: skip
         if json_:
             print(to_json(client.result(found.job).lens).decode())
