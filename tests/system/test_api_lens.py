@@ -48,7 +48,7 @@ def test_every_way_of_asking_answers_with_the_lens(http: httpx.Client, path: str
     assert answer.status_code in (200, 202), answer.text
     if body.get("stream"):
         chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-        check([chunk["lens"] for chunk in chunks if "lens" in chunk][0], [5, 3])
+        check(next(chunk["lens"] for chunk in chunks if "lens" in chunk), [5, 3])
     elif path == "/v1/completions":
         check(answer.json()["lens"], [5, 3])
         assert "capture_results" not in answer.json()
