@@ -19,7 +19,7 @@ import torch
 from midstream.schemas.specs import StoredSteering, steering_rows
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.runner.actions import ActionLedger
-from midstream.workers.runner.sites import Site, Sizes, _buffers
+from midstream.workers.runner.sites import Site, Sizes, buffers_of
 from midstream.workers.runner.steering_tables import HeldRows, RowTable, VectorStore
 
 REPEATS = 12
@@ -42,7 +42,7 @@ def main() -> None:
     rng, store, layers = np.random.default_rng(0), VectorStore(), range(options.layers)
     sites = [Site("post_block", layer, "pair") for layer in layers]
     sizes = Sizes(ring_rows=1, capacity=8, lists=8, patterns=1, configurations=64, entries=4096)
-    table = RowTable(sites, _buffers(len(sites), sizes, options.hidden, torch.bfloat16, torch.device("cpu")), store, None)
+    table = RowTable(sites, buffers_of(len(sites), sizes, options.hidden, torch.bfloat16, torch.device("cpu")), store, None)
     rows, prepared = HeldRows(table, ActionLedger()), getattr(table, "prepared", None)  # None: a version without it
     if prepared is not None:
         prepared.start()

@@ -5,6 +5,7 @@ from pathlib import PurePosixPath
 import msgspec
 
 from .attention import AttentionKind
+from .banks import RowShape
 from .base import Record
 from .images import ImageSpan
 from .loras import LoraUse
@@ -67,6 +68,8 @@ class Manifest(msgspec.Struct):
     non_finite: int = 0  # rows of this blob with values that are not finite: the model gave them, or `dtype` does not hold them
     lora: LoraUse | None = None  # adapter that the rows were computed with
     attention: list[AttentionKind] = []  # of the layers of which `sites` has queries or keys
+    row: RowShape | None = None  # of the whole row, where it is not of the model's hidden size
+    columns: list[int] = []  # `[start, stop)` of the whole row that this blob holds; empty: all
 
 
 class BlobEntry(msgspec.Struct):

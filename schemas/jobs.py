@@ -114,7 +114,8 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     @cached_property
     def captured(self) -> dict[str, int]:
         """Tag → how many prompts have a capture under it. (Not all: what the operator captures may have no position in a short one.)"""
-        return dict(Counter(capture.tag for captures in self.captures for capture in captures if capture.reading is None))
+        captured = ({capture.tag: None for capture in captures if capture.reading is None} for captures in self.captures)
+        return dict(Counter(tag for tags in captured for tag in tags))
 
 
 class TokenLogprob(Record):

@@ -3,6 +3,7 @@
 import hashlib
 
 from .attention import AttentionKind
+from .banks import RowShape
 from .base import Published, Record, to_msgpack
 from .certificates import Certificate
 from .loras import LoraSupport
@@ -36,6 +37,7 @@ class ModelInfo(Published):
     grades: bool = False  # ranks answer `RankSpec.grade`: sweeps can run
     readings: dict[str, str] = {}  # kind of reading (`lens`) → why there is none; empty: it is served
     absent: dict[str, str] = {}  # hook that does not exist → why
+    inside: dict[str, RowShape] = {}  # of `hooks`, those whose rows are not of the hidden size
     multimodal: bool = False  # takes images, here or elsewhere
     images: int = 0  # of a prompt, at most; 0: it takes none here
     images_refused: str = ""  # why it takes none
@@ -47,6 +49,10 @@ class ModelInfo(Published):
     attention: list[AttentionKind] = []  # of each layer that attends; empty: not reported
     wire: int = 0  # of the worker, see `schemas.compatibility`
     oldest_wire: int = 0
+
+    def row_size(self, hook: str) -> int:
+        """Elements of a row at `hook`."""
+        return self.inside[hook].size if hook in self.inside else self.hidden_size
 
     def step_holds(self, rows: int) -> bool:
         """Whether one engine step may capture so many rows, if the pipeline stages share them evenly; the worker knows how they do."""

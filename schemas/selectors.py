@@ -28,8 +28,21 @@ class SelectorError(ValueError):
 #: `mlp_in`: the normed MLP input;
 #: `mlp_out`: the MLP branch just before it is added, after any post-norm;
 #: `post_block`: s leaving the layer (HF `hidden_states[L+1]`).
-Hook = Literal["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"]
-HOOKS: tuple[Hook, ...] = get_args(Hook)
+#: Inside attention and MLP, rows of other widths (see `schemas.banks`), served where the setting `hooks` names them:
+#: `q_proj`, `k_proj`: what the projections give, by head; `q`, `k`: as attention uses them, after any norm and rotary embedding;
+#: `v`; `z`: what enters the output projection, by head; `mlp_act`: what enters the down projection, by neuron;
+#: `router`: the router's logits, by expert.
+Hook = Literal[
+    "pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block",
+    "q_proj", "k_proj", "q", "k", "v", "z", "mlp_act", "router",
+]  # fmt: skip
+#: Those of the residual stream's width.
+HOOKS: tuple[Hook, ...] = get_args(Hook)[:6]
+INSIDE: tuple[Hook, ...] = get_args(Hook)[6:]
+#: All, in the order in which a layer's forward meets them.
+FORWARD: tuple[Hook, ...] = (
+    "pre_attn", "q_proj", "k_proj", "q", "k", "v", "z", "attn_out", "post_attn", "mlp_in", "router", "mlp_act", "mlp_out", "post_block",
+)  # fmt: skip
 #: Hooks on the residual stream itself; the others are on branches.
 STREAM_HOOKS: frozenset[Hook] = frozenset({"pre_attn", "post_attn", "post_block"})
 
@@ -37,6 +50,9 @@ STREAM_HOOKS: frozenset[Hook] = frozenset({"pre_attn", "post_attn", "post_block"
 Alias = Literal[
     "resid_pre", "resid_mid", "resid_post",
     "hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out", "hook_mlp_out",
+    "rot_q", "rot_k", "mlp_post",
+    "hook_q", "hook_k", "hook_v", "hook_z", "hook_rot_q", "hook_rot_k",
+    "attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z", "attn.hook_rot_q", "attn.hook_rot_k", "mlp.hook_post",
 ]  # fmt: skip
 ALIASES: dict[str, Hook] = {
     "resid_pre": "pre_attn",
@@ -47,6 +63,22 @@ ALIASES: dict[str, Hook] = {
     "hook_resid_post": "post_block",
     "hook_attn_out": "attn_out",
     "hook_mlp_out": "mlp_out",
+    "rot_q": "q",
+    "rot_k": "k",
+    "mlp_post": "mlp_act",
+    "hook_q": "q_proj",
+    "hook_k": "k_proj",
+    "hook_v": "v",
+    "hook_z": "z",
+    "hook_rot_q": "q",
+    "hook_rot_k": "k",
+    "attn.hook_q": "q_proj",
+    "attn.hook_k": "k_proj",
+    "attn.hook_v": "v",
+    "attn.hook_z": "z",
+    "attn.hook_rot_q": "q",
+    "attn.hook_rot_k": "k",
+    "mlp.hook_post": "mlp_act",
 }
 #: What a user may write for a hook.
 HookName = Hook | Alias
@@ -207,14 +239,15 @@ def resolve_sites(
         if hook in named:
             raise SelectorError(f"{hook} is given twice: as {named[hook]!r} and as {name!r}", f".{name}")
         if hook not in hooks:
-            wrong = f"hook {name!r} is not served: {absent[hook]};" if absent and hook in absent else f"unknown hook {name!r}:"
+            why = (absent or {}).get(hook, "the worker's setting hooks must name it, or `inside`" if hook in INSIDE else "")
+            wrong = f"hook {name!r} is not served: {why};" if why else f"unknown hook {name!r}:"
             raise SelectorError(f"{wrong} the model has {', '.join(hooks)}", f".{name}")
         try:
             sites[hook] = resolve_layers(layers, num_layers)
         except SelectorError as error:
             raise SelectorError(str(error), f".{name}") from error
         named[hook] = name
-    return {hook: sites[hook] for hook in HOOKS if hook in sites}
+    return {hook: sites[hook] for hook in FORWARD if hook in sites}
 
 
 class SpanFinder(Protocol):

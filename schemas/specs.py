@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from .banks import BANK, RESIDUAL, RowShape
 from .base import Record
 from .dtypes import ITEM_BYTES, RowDType
 from .images import ImageSpan
@@ -196,7 +197,7 @@ def at_scale(entry: StoredSteering, factor: float) -> StoredSteering:
 
 
 class StoredCapture(Record, omit_defaults=True):
-    """A `CaptureSpec` after validation, for one prompt; or rows that something is computed from (`reading`), and then left."""
+    """A `CaptureSpec` after validation, for one prompt: its hooks of one bank. Or rows that something is computed from (`reading`)."""
 
     sites: dict[Hook, list[int]]  # hook → ascending layers, at least one
     positions: PositionSelector
@@ -207,6 +208,13 @@ class StoredCapture(Record, omit_defaults=True):
     layout: Layout = "auto"
     consumers: list[str] = msgspec.field(default_factory=lambda: list(DEFAULT_CONSUMERS))
     reading: Reading | None = None  # what its rows are for; they are not stored then, and `consumers` is `readings.READER` alone
+    row: RowShape | None = None  # null: the model's hidden size
+    beside: dict[Hook, list[int]] = {}  # sites of the same `CaptureSpec` in other banks
+
+    @property
+    def bank(self) -> str:
+        """See `schemas.banks`."""
+        return BANK[next(iter(self.sites))]
 
     @property
     def everywhere(self) -> bool:
@@ -351,7 +359,12 @@ class SteeringRow(Record):
 
     key: str
     positions: PositionSelector
-    entries: list[StoredSteering]
+    entries: list[StoredSteering]  # all at hooks of one bank
+
+    @property
+    def bank(self) -> str:
+        """See `schemas.banks`."""
+        return BANK[self.entries[0].hook] if self.entries else RESIDUAL
 
     @property
     def num_vectors(self) -> int:
@@ -385,7 +398,7 @@ def dims_named(name: str) -> list[range]:
 
 
 def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
-    """Group a request's steering by its positions, in the order first named.
+    """Group a request's steering by bank and by its positions, in the order first named.
 
     A family's entries at one site are applied in the order of the rows, and those that are `joined` in one row in the order
     written. So an entry whose family is at one of its sites already joins no earlier row than that one, or, where it cannot
@@ -393,12 +406,12 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
     to the ranks masked ones come behind: so a full one behind a masked one at its site becomes one with a mask of everything.
     """
     groups: list[list[StoredSteering]] = []
-    named: dict[object, int] = {}  # positions → the last group that has them
+    named: dict[object, int] = {}  # bank and positions → the last group that has them
     met: dict[tuple[Hook, int, Family], int] = {}  # (hook, layer, family) → the last group that has it
     for entry in steering:
         if entry.family == "replace" and any((entry.hook, layer, "replace_masked") in met for layer in entry.layers):
             entry = msgspec.structs.replace(entry, family="replace_masked", tensors=[*entry.tensors, ONES])
-        positions = hashable(entry.positions)
+        positions = BANK[entry.hook], hashable(entry.positions)
         sites = [(entry.hook, layer, entry.family) for layer in entry.layers]
         before = -1 if entry.family == "add" else max((met.get(site, -1) for site in sites), default=-1)
         number = named.get(positions, -1)
@@ -416,14 +429,15 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
 
 
 def columns_of(rows: list[SteeringRow]) -> list[int]:
-    """The slot of each row among a token's rows: after all earlier rows that may share a token with it.
+    """The slot of each row among a token's rows in its bank: after all earlier rows that may share a token with it.
 
     Rows of listed positions that have none in common share a place, so a request may have many of them.
     """
     columns: list[int] = []
-    listed: list[set[int]] = []  # of each place: the listed positions of the rows there
-    open_ended: list[bool] = []  # of each place: does a row there name others than listed ones?
+    places: dict[str, tuple[list[set[int]], list[bool]]] = {}
     for row in rows:
+        # Of each place of the bank: the listed positions of the rows there, and whether a row there names others than listed ones.
+        listed, open_ended = places.setdefault(row.bank, ([], []))
         mine = set(row.positions) if isinstance(row.positions, list) else None
         meets = [place for place in range(len(listed)) if mine is None or open_ended[place] or mine & listed[place]]
         place = meets[-1] + 1 if meets else 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ...schemas.banks import RESIDUAL, banks_of
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.images import ImageRef
 from ...schemas.lens import LensSpec
@@ -174,7 +175,18 @@ def resolve_captures(
     _check_memory([("capture.consumers" if field == "capture" else field, captures) for field, captures in [*asked, *readings]], bounds)
     for everyones in bounds.model.global_captures:
         _add(everyones, per_prompt, bounds)
-    return per_prompt if any(per_prompt) else []
+    return [split(captures, bounds.model) for captures in per_prompt] if any(per_prompt) else []
+
+
+def split(captures: Sequence[StoredCapture], model: ModelInfo) -> list[StoredCapture]:
+    """One capture for each bank that its hooks are in: rows of different sizes are recorded and stored apart."""
+    found = []
+    for capture in captures:
+        for bank, sites in banks_of(capture.sites).items():
+            row = None if bank == RESIDUAL else model.inside[next(iter(sites))]
+            beside = {hook: layers for hook, layers in capture.sites.items() if hook not in sites}
+            found.append(msgspec.structs.replace(capture, sites=sites, row=row, beside=beside))
+    return found
 
 
 def _captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
@@ -282,4 +294,7 @@ def _returned_bytes(capture: StoredCapture, index: int, bounds: Bounds) -> int:
     if "memory" not in capture.consumers:
         return 0
     dtype = model.dtype if capture.dtype == "model" else capture.dtype
-    return memory_bytes(positions, capture.num_sites, model.hidden_size, dtype, model.pp)
+    return sum(
+        memory_bytes(positions, part.num_sites, part.row.size if part.row else model.hidden_size, dtype, model.pp)
+        for part in split([capture], model)
+    )

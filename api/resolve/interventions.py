@@ -14,7 +14,7 @@ import numpy as np
 from ...schemas.base import to_msgpack
 from ...schemas.dtypes import DTYPES
 from ...schemas.interventions import FAMILIES, MAX_RANK, STEERING_FIELDS, TENSORS, VARIANTS, Intervention, Number
-from ...schemas.selectors import STREAM_HOOKS, Hook, PositionSelector, resolve_layers
+from ...schemas.selectors import STREAM_HOOKS, Hook, PositionSelector, resolve_hook, resolve_layers
 from ...schemas.specs import SteeringSpec
 from ...schemas.steering import SteeringTemplate
 from ...schemas.tensors import Tensor, content_hash, to_numpy
@@ -66,7 +66,7 @@ def _norm_match(spec: SteeringSpec, bounds: Bounds) -> None:
 
 
 def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
-    tensor, width = getattr(spec, field), bounds.model.hidden_size
+    tensor, width = getattr(spec, field), bounds.model.row_size(resolve_hook(spec.hook or "post_block"))
     if tensor is None:
         return
     if not TENSORS[field].ranked:

@@ -15,7 +15,18 @@ from ...schemas.base import to_msgpack
 from ...schemas.errors import invalid
 from ...schemas.interventions import FAMILIES, FAMILY
 from ...schemas.limits import MAX_MASKS, MAX_PATCH_ROWS
-from ...schemas.selectors import Hook, PositionSelector, SelectorError, Span, Window, as_ranges, resolve_layers, resolve_positions, select
+from ...schemas.selectors import (
+    Hook,
+    PositionSelector,
+    SelectorError,
+    Span,
+    Window,
+    as_ranges,
+    resolve_hook,
+    resolve_layers,
+    resolve_positions,
+    select,
+)
 from ...schemas.source_runs import ZEROS, RunPrompt, RunRow, RunView, row_name, run_key
 from ...schemas.specs import PatchSpec, SteeringSpec, StoredSteering
 from ...schemas.steering import Module
@@ -89,8 +100,9 @@ def _mask(spec: PatchSpec, bounds: Bounds) -> list[int] | None:
     """The dimensions that are written; None: all of them."""
     if spec.mask is None:
         return None
-    chosen = resolve_layers(spec.mask, bounds.model.hidden_size, "dimension")
-    return None if len(chosen) == bounds.model.hidden_size else chosen
+    size = bounds.model.row_size(resolve_hook(spec.hook))
+    chosen = resolve_layers(spec.mask, size, "dimension")
+    return None if len(chosen) == size else chosen
 
 
 RULES: tuple[tuple[str, Callable[[PatchSpec, Bounds], Any]], ...] = (
@@ -133,7 +145,7 @@ VECTOR_RULES = tuple(rule for rule in STEERING_RULES if rule[0] in ("vector.shap
 def _of_vector(patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
     vector = patch.spec.source.vector
     assert vector is not None
-    spec = SteeringSpec(layers=patch.layers, op="replace", vector=vector)
+    spec = SteeringSpec(layers=patch.layers, op="replace", vector=vector, hook=patch.hook)
     apply_rules(VECTOR_RULES, spec, bounds, f"{patch.at}.source")
     _check_reach(patch.source("vector.data"), reach_of(spec), bounds)
     name = content_hash(vector)
@@ -346,7 +358,7 @@ def resolve_patches(
         total += _most_entries(patch)
         if total > MAX_PATCH_ROWS:
             raise invalid("patch", f"needs {total} rows of runs and vectors over all prompts", allowed=f"at most {MAX_PATCH_ROWS}")
-        mask = "" if made["mask"] is None else mask_tensor(made["mask"], bounds.model.hidden_size, blobs)
+        mask = "" if made["mask"] is None else mask_tensor(made["mask"], bounds.model.row_size(patch.hook), blobs)
         masks.add(mask)
         if len(masks) - 1 > MAX_MASKS:  # without the empty one
             raise invalid(
@@ -370,9 +382,9 @@ def _most_entries(patch: Patch) -> int:
 # --- Masks -----------------------------------------------------------------------------------------------------------------
 
 
-def mask_tensor(dimensions: Sequence[int], hidden_size: int, blobs: dict[str, bytes]) -> str:
-    """The name of `[hidden_size]` float32, 1 in `dimensions` and 0 elsewhere; it is added to `blobs`."""
-    values = np.zeros(hidden_size, np.float32)
+def mask_tensor(dimensions: Sequence[int], size: int, blobs: dict[str, bytes]) -> str:
+    """The name of `[size]` float32, 1 in `dimensions` and 0 elsewhere; it is added to `blobs`."""
+    values = np.zeros(size, np.float32)
     values[list(dimensions)] = 1
     tensor = from_numpy(values)
     name = content_hash(tensor)

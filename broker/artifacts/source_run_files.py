@@ -7,7 +7,7 @@ from ...schemas.captures import Manifest
 from ...schemas.dtypes import ITEM_BYTES
 from ...schemas.errors import MidstreamError
 from ...schemas.receipts import CapturedFile
-from ...schemas.selectors import HOOKS, Hook
+from ...schemas.selectors import FORWARD, Hook
 from ...schemas.source_runs import RunFile, RunFiles, RunPrompt
 from ...storage.store import ArtifactStore
 from .headers import find_entries, place_in, read_headers
@@ -97,7 +97,7 @@ def _sites(blobs: Sequence[Blob]) -> Sites:
     for _, manifest in blobs:
         for hook, layers in manifest.sites.items():
             found.setdefault(hook, set()).update(layers)
-    return {cast(Hook, hook): sorted(found[hook]) for hook in sorted(found, key=lambda hook: HOOKS.index(cast(Hook, hook)))}
+    return {cast(Hook, hook): sorted(found[hook]) for hook in sorted(found, key=lambda hook: FORWARD.index(cast(Hook, hook)))}
 
 
 def unusable(key: str, why: str) -> MidstreamError:

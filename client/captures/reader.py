@@ -11,7 +11,7 @@ from ...schemas.attention import AttentionKind
 from ...schemas.captures import Manifest, index_of
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.images import ImageSpan
-from ...schemas.selectors import ALIASES, HOOKS, LayerSelector, as_ranges
+from ...schemas.selectors import ALIASES, FORWARD, LayerSelector, as_ranges
 from ...storage.store import ArtifactStore, open_store
 from ..notebook import rendered
 from .attention import kind_at, pattern, usable
@@ -217,7 +217,7 @@ class CaptureReader:
     def hooks(self, request: int = 0) -> list[str]:
         """The hook points that were captured, in the order in which a forward meets them."""
         found = {hook for hook, _ in self._of(request).sites}
-        return [hook for hook in HOOKS if hook in found] + sorted(found - set(HOOKS))
+        return [hook for hook in FORWARD if hook in found] + sorted(found - set(FORWARD))
 
     def layers(self, request: int = 0, hook: str | None = None) -> list[int]:
         """Ascending layers captured at `hook`, over all stages."""

@@ -23,8 +23,9 @@ ENGINES = {"v1", "cached", "v2", "compiled"}
 SHARING = tuple(
     f"test_{name}.py"
     for name in (
-        "attention", "block_keys", "capture_rows", "global_order", "graded_tokens", "interventions", "lens", "lora", "modes", "executed",
-        "patching", "patching_cells", "prefix_cache", "probes", "non_finite", "rank_calls", "reentry", "steering_rows", "token_ranges",
+        "attention", "block_keys", "capture_rows", "global_order", "graded_tokens", "inside", "interventions", "lens", "lora", "modes",
+        "executed", "patching", "patching_cells", "prefix_cache", "probes", "non_finite", "rank_calls", "reentry", "steering_rows",
+        "token_ranges",
     )
 )  # fmt: skip
 
@@ -90,7 +91,15 @@ def nursery(nurseries: Callable[[str], Nursery]) -> Nursery:
 @pytest.fixture(scope="session")
 def v1(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """Eager, v1 runner, steps of at most 64 tokens: prompts longer than that are prefilled in chunks."""
-    host = Host(tmp_path_factory.mktemp("v1"), llama, max_num_batched_tokens=64, enable_prefix_caching=False, steering_rows=4, fault="rpc")
+    host = Host(
+        tmp_path_factory.mktemp("v1"),
+        llama,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=False,
+        steering_rows=4,
+        fault="rpc",
+        hooks="all,inside",
+    )
     yield host
     host.close()
 

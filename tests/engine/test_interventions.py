@@ -55,7 +55,7 @@ class Trial:
 
 def trials(host: Host, wanted: dict[str, list[Edit]], max_tokens: int = 4, same_prompt: bool = False) -> dict[str, Trial]:
     """One batch; name → what came of a request with these edits."""
-    sites = {hook: ALL for hook in host.info["hooks"]}
+    sites = {hook: ALL for hook in host.info["hooks"] if hook in HOOKS}
     captures = [capture_of([], "all", at, sites=sites, at=at) for at in ("before", "after")]
     jobs = {
         name: host.job(

@@ -12,7 +12,7 @@ import typer
 from tree import ROOT
 
 from midstream.client.cli.main import app
-from midstream.schemas.selectors import ALIASES, HOOKS
+from midstream.schemas.selectors import ALIASES, FORWARD, HOOKS, INSIDE
 from midstream.schemas.settings import Settings
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -71,11 +71,10 @@ def _slug(title: str) -> str:
 def test_the_docs_place_every_hook_in_its_layer() -> None:
     page = (ROOT / "docs" / "http.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (?:`(\w+)`)? ?\|$", page, re.MULTILINE)
-    told = {hook: (meaning, alias) for hook, meaning, alias in rows if hook in HOOKS}
-    assert list(told) == list(HOOKS), "in the order of the forward"
-    assert {hook: alias for hook, (_, alias) in told.items() if alias} == {
-        hook: name.removeprefix("hook_") for name, hook in ALIASES.items()
-    }
+    told = {hook: (meaning, alias) for hook, meaning, alias in rows if hook in FORWARD}
+    assert list(told) == [*HOOKS, *INSIDE], "in the order of the forward"
+    names = {hook: {form for name in ALIASES if ALIASES[name] == hook for form in (name, name.removeprefix("hook_"))} for hook in told}
+    assert all(alias in names[hook] if names[hook] else not alias for hook, (_, alias) in told.items())
     assert "**entering** layer L: HF `hidden_states[L]`" in told["pre_attn"][0]
     assert "**leaving** layer L: HF `hidden_states[L + 1]`" in told["post_block"][0]
 

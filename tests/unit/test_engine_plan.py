@@ -18,7 +18,7 @@ from midstream.workers.engine import plan as module
 from midstream.workers.engine.plan import model_of, plan
 from midstream.workers.runner import prepared_rows
 from midstream.workers.runner.architectures import ARCHITECTURES, UnsupportedArchitectureError
-from midstream.workers.runner.sites import Buffers, Sizes, _buffers
+from midstream.workers.runner.sites import Buffers, Sizes, buffers_of
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -51,7 +51,7 @@ def test_the_memory_of_buffers_is_that_of_the_buffers(config: dict[str, Any], gi
     settings, model = Settings(**given), model_of(config)
     found = plan(model, settings)
     sites, sizes = sizes_on_a_gpu(found, settings)
-    real = _buffers(sites, sizes, model.hidden_size, getattr(torch, model.dtype), torch.device("meta"))
+    real = buffers_of(sites, sizes, model.hidden_size, getattr(torch, model.dtype), torch.device("meta"))
     wanted = {field.name: getattr(real, field.name).nbytes for field in fields(Buffers)}
     assert {part.name: part.bytes for part in found.memory if part.where == "GPU"} == wanted
 

@@ -113,7 +113,7 @@ class LateEvent:
 
 def test_counts_that_arrive_late_are_read_before_the_receipt(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator, where a step does not wait for them."""
-    monkeypatch.setattr(rig.plane._finite, "_on_cpu", False)
+    monkeypatch.setattr(rig.plane._banks.first.finite, "_on_cpu", False)
     monkeypatch.setattr(finite_check, "_on_its_way", torch.Tensor.clone)
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
     skip(monkeypatch, rig, "post_block", 1)
@@ -130,11 +130,11 @@ def test_counts_that_arrive_late_are_read_before_the_receipt(rig: Rig, monkeypat
 def test_an_idle_step_is_not_observed(rig: Rig) -> None:
     request = Request(1, 6, 9, (), [steering(rig.vector(1.0), [0], "pre_attn", Window(20))])
     seen: list[Any] = []
-    take = rig.plane._finite.take
-    rig.plane._finite.take = lambda *given: [seen.append(given[2]), take(*given)][1]  # type: ignore[method-assign]
+    take = rig.plane._banks.first.finite.take
+    rig.plane._banks.first.finite.take = lambda *given: [seen.append(given[2]), take(*given)][1]  # type: ignore[method-assign]
     rig.step((request, 0, 6), new=[request])
     assert seen == [None]
-    assert not rig.plane._finite._pending
+    assert not rig.plane._banks.first.finite._pending
 
 
 def test_each_rank_of_a_stage_counts_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

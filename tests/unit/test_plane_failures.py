@@ -31,13 +31,13 @@ def _raise(error: Exception) -> Callable[..., Any]:
 
 #: What of the data plane fails, in which object, and the kind that the request's receipt then has.
 FAILURES = [
-    ("_finite", "settle", ""),
-    ("_finite", "_observe", ""),
+    ("_banks.first.finite", "settle", ""),
+    ("_banks.first.finite", "_observe", ""),
     ("_overload", "wait", "capture_failed"),
     ("_slabs", "collect", "capture_failed"),
     ("_slabs", "new_slab", "capture_failed"),
-    ("_planner._staging", "commit", ""),
-    ("_planner._staging", "take", "capture_failed"),
+    ("_banks.first.planner._staging", "commit", ""),
+    ("_banks.first.planner._staging", "take", "capture_failed"),
 ]
 
 
@@ -64,7 +64,7 @@ def test_a_failure_of_the_data_plane_fails_its_requests_only(
 def test_a_plan_that_cannot_be_committed_does_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of it may be on the device: the forward that follows edits and records nothing."""
     request = steered(1, captures=capturing(1).captures)
-    staging = rig.plane._planner._staging
+    staging = rig.plane._banks.first.planner._staging
     commit = staging.commit
 
     def half(plan: np.ndarray, lists: Sequence[np.ndarray]) -> None:
@@ -75,7 +75,7 @@ def test_a_plan_that_cannot_be_committed_does_nothing(rig: Rig, monkeypatch: pyt
         broken.setattr(staging, "commit", half)
         rig.step((request, 0, 6), new=[request])
     assert (rig.left("pre_attn", 0) == stream_of(1, "pre_attn", 0, 0, 6)).all()
-    assert not rig.plane._planner.busy
+    assert not rig.plane._banks.first.planner.busy
     assert not bool(rig._rank.buffers.plan.any())
     rig.step(finished=[request])
     (receipt,) = rig.receipts()

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from midstream.schemas.base import from_json, from_msgpack, to_json, to_msgpack
 from midstream.schemas.selectors import (
     ALIASES,
+    FORWARD,
     HOOKS,
+    INSIDE,
     RequestedPositions,
     SelectorError,
     Span,
@@ -96,15 +98,27 @@ def test_sites_come_in_the_order_of_the_forward_under_our_names() -> None:
 
 
 def test_every_name_of_transformerlens_means_one_of_our_hooks() -> None:
-    meanings = {name: list(resolve_sites({name: 0}, 1)) for name in ALIASES}
+    meanings = {name: list(resolve_sites({name: 0}, 1, FORWARD)) for name in ALIASES}
     assert {name.removeprefix("hook_"): hooks for name, hooks in meanings.items()} == {
         "resid_pre": ["pre_attn"],
         "resid_mid": ["post_attn"],
         "resid_post": ["post_block"],
         "attn_out": ["attn_out"],
         "mlp_out": ["mlp_out"],
+        "rot_q": ["q"],
+        "rot_k": ["k"],
+        "mlp_post": ["mlp_act"],
+        "q": ["q_proj"],
+        "k": ["k_proj"],
+        "v": ["v"],
+        "z": ["z"],
+        **{
+            f"attn.hook_{name}": [hook]
+            for name, hook in {"q": "q_proj", "k": "k_proj", "v": "v", "z": "z", "rot_q": "q", "rot_k": "k"}.items()
+        },
+        "mlp.hook_post": ["mlp_act"],
     }
-    assert set(ALIASES.values()) <= set(HOOKS)
+    assert set(ALIASES.values()) <= {*HOOKS, *INSIDE}
 
 
 @pytest.mark.parametrize(

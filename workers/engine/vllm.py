@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from ...schemas.attention import grouped
+from ...schemas.banks import RowShape, asked_hooks
 from ...schemas.engine_errors import in_our_settings
 from ...schemas.errors import MidstreamError
 from ...schemas.global_capture import from_settings
@@ -27,7 +28,6 @@ from ...schemas.lora_files import joined
 from ...schemas.loras import LoraModule, LoraSupport, LoraUse
 from ...schemas.models import ModelInfo, TokenizerBundle
 from ...schemas.ring import Ring, plan_queue, plan_ring
-from ...schemas.selectors import HOOKS
 from ...schemas.settings import Settings, SettingsError
 from ...schemas.specs import StoredCapture
 from ...schemas.steering import GlobalSteering, RankSteering
@@ -84,6 +84,7 @@ class VllmEngine(RankControl):
         caveats = await asyncio.to_thread(_caveats, settings)
         prepare_environment(settings)
         use_all_cores(settings.tensor_parallel_size * settings.pipeline_parallel_size)
+        residual, inside = _hooks(settings)
         plane = PlaneConfig(
             version=__version__,
             worker=settings.worker_id,
@@ -91,7 +92,8 @@ class VllmEngine(RankControl):
             relay_url=settings.relay_url,
             outbox_dir=str(Path(settings.data_dir).resolve() / "outbox"),
             capture_root=str(settings.capture_root),
-            hooks=_hooks(settings),
+            hooks=residual,
+            inside=inside,
             steering_rows=settings.steering_rows,
             steering_entries=settings.steering_entries,
             step_tokens=settings.max_num_batched_tokens,
@@ -150,13 +152,15 @@ class VllmEngine(RankControl):
             absent = {hook: why for each in found for hook, why in each.absent.items()}
             absent |= {hook: "the setting hooks leaves it out" for hook in found[0].hooks if plane.hooks and hook not in plane.hooks}
             hooks = [hook for hook in hooks if all(hook in each.hooks for each in found)]
+            shapes = _shapes(found, absent)
         except (MidstreamError, SettingsError):  # their own words
             raise
         except Exception as error:
             raise MidstreamError("engine_failed", f"the engine did not start: {in_our_settings(_reason(error))}") from error
         readings = {kind: next((each.readings[kind] for each in found if each.readings[kind]), "") for kind in found[0].readings}
         self.enters = all(each.enters for each in found)
-        self._row_bytes = config.get_hidden_size() * config.dtype.itemsize
+        self._item_bytes: int = config.dtype.itemsize
+        self._row_bytes: int = config.get_hidden_size() * self._item_bytes
         self._step_rows = StepRows(plane.step_rows)
         self.info = ModelInfo(
             name=settings.served_model,
@@ -167,7 +171,8 @@ class VllmEngine(RankControl):
             vocab_size=config.get_vocab_size(),
             max_model_len=config.max_model_len,
             dtype=str(config.dtype).removeprefix("torch."),
-            hooks=list(hooks),
+            hooks=[*hooks, *shapes],
+            inside=shapes,
             tokenizer="",
             tp=settings.tensor_parallel_size,
             pp=settings.pipeline_parallel_size,
@@ -192,7 +197,7 @@ class VllmEngine(RankControl):
             images_refused=images.refused,
             image_placeholder=images.placeholder,
         )
-        await self._certify(trusted=adapter.variant.known and settings.hooks != "all")
+        await self._certify(trusted=adapter.variant.known and bool(residual))
 
     async def _certify(self, *, trusted: bool) -> None:
         """Prove the hook points with real requests; what is not proven is absent from `info`. Raises Uncertified.
@@ -224,7 +229,7 @@ class VllmEngine(RankControl):
         logger.info("certified in %.1f s: %s; %s", certificate.seconds, ", ".join(certificate.proven), path)
         for hook, why in certificate.absent.items():
             logger.warning("hook %s is not served: %s", hook, why)
-        served = [hook for hook in self.info.hooks if hook in certificate.served]
+        served = [hook for hook in self.info.hooks if hook in certificate.served or hook in self.info.inside]
         self.info = msgspec.structs.replace(
             self.info,
             hooks=served,
@@ -310,7 +315,11 @@ class VllmEngine(RankControl):
         """How much of its rows a rank may hold in memory."""
         window = self._settings.capture_window_mib << 20
         kept = (capture for capture in ask.captures if not capture.scored)  # what is scored is dropped in its step
-        return sum(min(window, self._rows_of(capture, ask) * self._row_bytes) for capture in kept)
+        return sum(min(window, self._rows_of(capture, ask) * self._bytes_of(capture)) for capture in kept)
+
+    def _bytes_of(self, capture: StoredCapture) -> int:
+        """Of one row."""
+        return self._row_bytes if capture.row is None else capture.row.size * self._item_bytes
 
     def _rows_of(self, capture: StoredCapture, ask: EngineRequest) -> int:
         max_tokens = ask.sampling.max_tokens + self._settings.speculative_tokens  # drafts beyond the end are also computed
@@ -395,13 +404,24 @@ def _configured(settings: Settings) -> tuple[Any, Images]:
     return config, images
 
 
-def _hooks(settings: Settings) -> list[str]:
-    """The hook points that the settings name; empty for all. Raises SettingsError."""
-    names = [] if settings.hooks == "all" else [name.strip() for name in settings.hooks.split(",")]
-    for name in names:
-        if name not in HOOKS:
-            raise SettingsError(f"hooks: {name!r} is not a hook point: use `all`, or any of {', '.join(HOOKS)}")
-    return names
+def _hooks(settings: Settings) -> tuple[list[str], list[str]]:
+    """What the settings name, see `asked_hooks`. Raises SettingsError."""
+    try:
+        return asked_hooks(settings.hooks)
+    except ValueError as error:
+        raise SettingsError(f"hooks: {error}") from error
+
+
+def _shapes(found: Sequence[Found], absent: dict[str, str]) -> dict[str, RowShape]:
+    """Hook inside → its rows, of those that all ranks have. For others, `absent` gets the reason."""
+    shapes = {}
+    for hook in dict.fromkeys(hook for each in found for hook in each.inside):
+        of_ranks = {each.inside.get(hook) for each in found}
+        if len(of_ranks) == 1 and (shape := of_ranks.pop()) is not None:
+            shapes[hook] = shape
+        else:
+            absent.setdefault(hook, "layers of another pipeline stage have rows of another width")
+    return shapes
 
 
 def _ring(settings: Settings, config: Any, hooks: int, layers: int) -> Ring | None:

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from ...schemas.attention import AttentionKind
+from ...schemas.banks import RESIDUAL
 from ...schemas.specs import RankSpec, StoredCapture
 from ...storage.blobs import Blob
-from .finished import FinishedCapture
+from .finished import Columns, FinishedCapture
 from .finite_check import all_finite
 from .landing import LANDED, Landing
 from .mover import Mover
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
 
 
 class Ports:
-    """The capture ports of this rank: port 2·i is before the interventions of site i, port 2·i + 1 after them."""
+    """The capture ports of a bank: port 2·i is before the interventions of site i, port 2·i + 1 after them."""
 
-    def __init__(self, sites: Sequence[Site]) -> None:
+    def __init__(self, sites: Sequence[Site], columns: Columns | None = None) -> None:
+        """`columns`: of the rows; None: those of the residual bank, which every rank holds whole."""
+        self.columns = columns
         self.count = 2 * len(sites)
         self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
 
@@ -135,6 +138,8 @@ class Recording:
     watch: "Watch | None" = None  # of rows that probes score, and the next
     plan: "Plan | None" = None
     prepared: Any = None  # see `FinishedCapture`
+    columns: Columns | None = None  # of the rows; None: those of the residual bank
+    bank: str = RESIDUAL
     _moving: tuple[int, "Future[list[Extent]]"] | None = None  # runs up to this one are being copied
     _compacted: int = 0  # so many of `runs` are copies already
 
@@ -146,7 +151,11 @@ class Recording:
             return None
         mask = np.zeros(ports.count, dtype=bool)
         mask[list(mine.values())] = True
-        return cls(capture, mine, mask)
+        return cls(capture, mine, mask, columns=ports.columns, bank=capture.bank)
+
+    def width(self, hidden_size: int) -> int:
+        """Elements of a row on this rank, in a model of this hidden size."""
+        return hidden_size if self.columns is None else self.columns.size
 
     @property
     def sites(self) -> dict[str, list[int]]:
@@ -265,7 +274,8 @@ class Recording:
             spec=spec,
             capture=self.capture,
             sites=self.sites,
-            hidden_size=hidden_size,
+            hidden_size=self.width(hidden_size),
+            columns=self.columns,
             dtype=str(stored_as).removeprefix("torch."),
             positions=positions,
             token_ids=[token_ids[position] for position in positions],

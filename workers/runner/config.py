@@ -13,6 +13,7 @@ from typing import Any
 
 from ...kernels.plan import COLUMNS, ROWS_PER_TOKEN, Planned
 from ...schemas.attention import AttentionKind
+from ...schemas.banks import RowShape
 from ...schemas.base import Record, from_json, to_json
 from ...schemas.interventions import FAMILIES, SCALARS
 from ...schemas.version import __version__
@@ -40,7 +41,8 @@ class Place:
 class Found(Record):
     """What a rank found in the model that it loaded."""
 
-    hooks: list[str] = []  # that every layer has
+    hooks: list[str] = []  # of the residual stream, that every layer has
+    inside: dict[str, RowShape] = {}  # of the others, those that were asked for and every layer has
     absent: dict[str, str] = {}  # hook → why there is none
     refused: str = ""  # why the model cannot be served
     readings: dict[str, str] = {}  # kind of reading → why there is none; empty: it is served
@@ -57,7 +59,7 @@ class PlaneConfig(Record):
     relay_url: str
     outbox_dir: str
     capture_root: str
-    hooks: list[str]  # hook points that exist; empty: all that the model has
+    hooks: list[str]  # of the residual stream, those that exist; empty: all that the model has
     steering_rows: int  # distinct configurations in one step, the sentinel row not counted
     steering_entries: int  # pool entries, the sentinel not counted
     step_tokens: int  # token rows in one step, at most
@@ -79,12 +81,13 @@ class PlaneConfig(Record):
     fault: str = ""  # tests only: see `faults`
     curve_secret_file: str = ""  # see `broker.receipts.curve`
     curve_server_key: str = ""
+    inside: list[str] = []  # hooks of other widths that are served where the model has them
     caveats: list[str] = []  # for manifests: of the model, its quantisation and the engine's options; a certification may add some
 
     def layout(self) -> dict[str, Any]:
         """For `additional_config`: what a compiled graph depends on."""
         kernels = (tuple(family.name for family in FAMILIES), SCALARS, COLUMNS, ROWS_PER_TOKEN, Planned._fields)
-        shapes = (self.hooks, self.steering_rows, self.steering_entries, self.step_tokens, self.step_rows, kernels)
+        shapes = (self.hooks, self.inside, self.steering_rows, self.steering_entries, self.step_tokens, self.step_rows, kernels)
         return {KEY: {"version": self.version, "buffers": str(shapes), "code": traced_code()}}
 
     def export(self) -> None:
@@ -97,7 +100,7 @@ def traced_code() -> str:
     """CRC32, 8 hex digits, of the modules whose calls are in compiled graphs: graphs that were compiled from other code are not used."""
     here = Path(__file__).parent
     checksum = 0
-    for file in (*sorted((here.parents[1] / "kernels").glob("*.py")), here / "sites.py"):
+    for file in (*sorted((here.parents[1] / "kernels").glob("*.py")), here / "sites.py", here / "inside.py"):
         checksum = zlib.crc32(file.name.encode() + file.read_bytes(), checksum)
     return f"{checksum:08x}"
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...schemas.attention import ATTENDING, AttentionKind, of_layers
+from ...schemas.banks import RowShape
 from ...schemas.captures import FORMAT, Manifest
 from ...schemas.dtypes import ITEM_BYTES
 from ...schemas.receipts import CapturedFile
@@ -14,13 +15,32 @@ from ...storage.blobs import Blob
 
 
 @dataclass(frozen=True)
+class Columns:
+    """Which columns of a bank's rows this rank holds. See `schemas.banks`."""
+
+    row: RowShape  # the whole row
+    start: int
+    stop: int
+    records: bool = True  # it is the first of the ranks that hold the same ones
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def sharded(self) -> bool:
+        """Whether other ranks hold others."""
+        return self.size < self.row.size
+
+
+@dataclass(frozen=True)
 class FinishedCapture:
     """One capture of one request. Made and used in a writer thread; keeps the rows' memory alive."""
 
     spec: RankSpec
     capture: StoredCapture
     sites: dict[str, list[int]]  # hook → ascending layers that this stage holds, at least one
-    hidden_size: int
+    hidden_size: int  # elements of a row
     dtype: str  # of the rows as they come: float32 | bfloat16 | float16
     positions: list[int]  # ascending
     token_ids: list[int]  # the token at each of `positions`
@@ -37,6 +57,7 @@ class FinishedCapture:
     non_finite: dict[tuple[str, int], int] = field(default_factory=dict)  # (hook, layer) → rows that are not finite as stored
     unsound: tuple[str, int, int] | None = None  # (hook, layer, position) of the first row that the model computed so
     prepared: Any = None  # of a capture that is read: what its reader made of the reading when the request began
+    columns: Columns | None = None  # of the rows; None: those of the residual bank
     whole: "Callable[[FinishedCapture], Blob | None]" = lambda _: None  # its blob, where the rows are in a file that the store can take
 
     @property
@@ -75,7 +96,7 @@ class FinishedCapture:
             reused=self.reused * sum(map(len, sites.values())) // sum(map(len, self.sites.values())),
             dropped=list(self.dropped),
             tag=self.capture.tag,
-            all_sites={str(hook): layers for hook, layers in self.capture.sites.items()},
+            all_sites={str(hook): layers for hook, layers in (self.capture.sites | self.capture.beside).items()},
             requests=self.spec.requests.get(self.capture.tag, 0),
             num_layers=self.num_layers,
             caveats=list(self.caveats),
@@ -83,7 +104,16 @@ class FinishedCapture:
             images=self.spec.images,
             non_finite=self.count_non_finite(sites),
             lora=self.spec.lora,
+            row=self.columns.row if self.columns is not None else None,
+            columns=[self.columns.start, self.columns.stop] if self.columns is not None and self.columns.sharded else [],
         )
+
+    @property
+    def part(self) -> str:
+        """Which part of the capture it is, for the names of files; empty: the only one of its stage."""
+        if self.columns is None:
+            return ""
+        return f".{self.capture.bank}" + (f".c{self.columns.start}" if self.columns.sharded else "")
 
     def __str__(self) -> str:
         return f"capture {self.capture.tag} of job {self.spec.job} request {self.spec.request}"

@@ -10,20 +10,19 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 import torch
 
 from ...schemas.interventions import FAMILY
-from ...schemas.selectors import Hook, select
+from ...schemas.selectors import FORWARD, select
 from ...schemas.specs import RankSpec, StoredSteering
 from .executed import Due, Miscount
 from .host_memory import locked_like
 from .sites import Buffers, Site
 from .step import StepView
 
-_ORDER = {hook: place for place, hook in enumerate(get_args(Hook))}
+_ORDER: dict[str, int] = {hook: place for place, hook in enumerate(FORWARD)}
 
 
 @dataclass(frozen=True, slots=True)

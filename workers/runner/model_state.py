@@ -13,7 +13,7 @@ from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor
 from .actions import ActionLedger
 from .sites import Site
-from .steering_tables import HeldRows, RowTable, VectorStore
+from .steering_tables import AnyTable, HeldRows, VectorStore
 
 
 class Named(NamedTuple):
@@ -29,7 +29,7 @@ _NOTHING = Named("", ())
 class RankState:
     """One per rank. Its methods raise LookupError, ValueError or RuntimeError for what this rank refuses, and change nothing then."""
 
-    def __init__(self, sites: Sequence[Site], num_layers: int, table: RowTable, actions: ActionLedger, step: Callable[[], int]) -> None:
+    def __init__(self, sites: Sequence[Site], num_layers: int, table: AnyTable, actions: ActionLedger, step: Callable[[], int]) -> None:
         """`num_layers`: of the whole model, of which this stage has some. `step`: the engine step now."""
         self._hooks = list(dict.fromkeys(site.hook for site in sites))
         self._num_layers = num_layers

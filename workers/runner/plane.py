@@ -21,6 +21,7 @@ from ...broker.receipts.curve import client_keys
 from ...broker.receipts.outbox import Outbox
 from ...kernels.plan import ROWS_PER_TOKEN
 from ...schemas.attention import AttentionKind
+from ...schemas.banks import RESIDUAL
 from ...schemas.faults import arm
 from ...schemas.selectors import select
 from ...schemas.specs import RankSpec, StoredSteering, columns_of, steering_rows, touched
@@ -28,17 +29,18 @@ from ...schemas.version import __version__
 from ...storage.file_store import scratch
 from ...storage.store import open_store
 from .actions import ActionLedger
-from .capture import Extent, Ports, Recording
+from .banks import Banks, Part
+from .capture import Extent, Recording
 from .config import Place, PlaneConfig
 from .executed import Miscount
 from .faults import Faults
-from .finite_check import FiniteCheck, NonFinite, precedes_edits, reason
+from .finite_check import NonFinite, precedes_edits, reason
 from .grading import Grading
 from .host_memory import HostMemoryError
 from .model_state import RankState
 from .mover import Mover
 from .overload import Overload
-from .planner import Planner, Tracked
+from .planner import Tracked
 from .prepared_rows import rows_of
 from .probes import Scorer
 from .process import begin_helper
@@ -50,7 +52,7 @@ from .row_store import RowStore
 from .sites import Buffers, Site
 from .slabs import SlabPool
 from .source_runs import RunStore
-from .steering_tables import HeldRows, RowTable, VectorStore
+from .steering_tables import HeldRows
 from .step import Finish, Load, NewRequest, StepView
 from .streams import Streams
 from .taints import Taints
@@ -87,22 +89,20 @@ class DataPlane:
         gate: ReentryGate | None = None,
         loras: "Loras | None" = None,
         readers: Mapping[type, Reader] | None = None,
+        inside: Sequence[Part] = (),
     ) -> None:
-        """`num_layers`: of the whole model. `traced`: the forward is compiled or graph-captured. `gate`: where it may begin, if it may.
+        """`sites`, `buffers`: of the residual bank; `inside`: the other banks. `num_layers`: of the whole model.
 
-        `loras`: None if no adapters are served. `readers`: what computes readings, by the type of `StoredCapture.reading`.
+        `traced`: the forward is compiled or graph-captured. `gate`: where it may begin, if it may. `loras`: None if no adapters are served.
+        `readers`: what computes readings, by the type of `StoredCapture.reading`.
         """
         self._config, self._place = config, place
         self.faults = Faults(config.fault, place.rank)
         arm(config.fault, Path(config.outbox_dir).parent)
         self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
-        self._ports = Ports(sites)
         self.actions = ActionLedger(self.faults.of_action)
-        self.runs = RunStore(open_store(config.capture_root), sites, self._hidden_size, self.faults.of_run)
-        self._table = RowTable(sites, buffers, VectorStore(), self.runs, self.faults.of_row)
-        self._table.prepared.start()
-        self._rows = HeldRows(self._table, self.actions)
-        self.rank_state = RankState(sites, num_layers, self._table, self.actions, lambda: self._step)
+        every = [*sites, *(site for part in inside for site in part.sites)]
+        self.runs = RunStore(open_store(config.capture_root), every, self._hidden_size, self.faults.of_run)
         queue_bytes = config.capture_queue_mib << 20
         self._slabs = SlabPool(queue_bytes, Path(config.spill_dir), pinned=buffers.ring.device.type != "cpu")
         self._slabs_floor = queue_bytes
@@ -126,11 +126,15 @@ class DataPlane:
         self.block_size = sys.maxsize if config.row_store_mib else 1  # of blocks whose rows are kept; set once it is known
         self._overload = Overload(config.capture_overload, queue_bytes, lambda: self._writer.backlog)
         self._mover = Mover(begin)
-        self._planner = Planner(sites, buffers, self._table, self._slabs, self._overload, self._mover, traced=traced)
+        residual = Part(RESIDUAL, sites, buffers)
+        self._banks = Banks(residual, inside, self.runs, self.faults.of_row, self._slabs, self._overload, self._mover, traced=traced)
+        self._table = self._banks.table
+        self._table.prepared.start()
+        self._rows = HeldRows(self._table, self.actions)
+        self.rank_state = RankState(every, num_layers, self._table, self.actions, lambda: self._step)
         self._row_store, self._keeping = RowStore(self._mover), cast("Keeping | None", None)
         self._grading = Grading()
         self._probes = Scorer(self._table.vectors, self._hidden_size, waits=device.type == "cpu", faulty=self.faults.of_score)
-        self._finite = FiniteCheck(sites, buffers)
         self._view: StepView | None = None  # of the step that was planned and has not run
         self.entering = Reentry(gate, self.runs, self._hidden_size, self._dtype, buffers.ring.device) if gate is not None else None
         self.loras = loras
@@ -291,7 +295,7 @@ class DataPlane:
         self._preemptions += preempted
         needed = {request_id: len(finish.token_ids) for request_id, finish in finished.items() if request_id in self._tracked}
         with self._guard(self._tracked.values(), ""):
-            self._judge(self._finite.settle(needed))
+            self._judge(self._banks.settle(needed))
         with self._guard([tracked for tracked in self._tracked.values() if tracked.watch is not None], "probe_failed"):
             self._probes.settle(wait=bool(needed))
         for request_id in sorted(finished):
@@ -329,7 +333,8 @@ class DataPlane:
         self._slabs.collect()
         if self._slabs.alive <= self._slabs_floor:
             return
-        needed = sum(recording.num_rows for _, recording in recordings) * self._hidden_size * self._dtype.itemsize + self._writer.backlog
+        rows = sum(recording.num_rows * recording.width(self._hidden_size) for _, recording in recordings)
+        needed = rows * self._dtype.itemsize + self._writer.backlog
         if self._slabs.alive > 2 * needed:
             for _, recording in recordings:
                 recording.compact(self._mover)
@@ -363,17 +368,17 @@ class DataPlane:
                 self._fail(self._tracked[request_id], _IDLE, "intervention_failed")
             mine = [(tracked, rows) for tracked, rows in mine if rows.id not in lost]
         with self._guard([tracked for tracked, _ in mine if tracked.rows], "intervention_failed"):
-            self._planner.plan_steering(mine)
+            self._banks.plan_steering(mine)
         with self._guard([tracked for tracked, _ in mine if tracked.recordings], "capture_failed"):
             if "plan" in self.faults:
                 raise RuntimeError("fault injected: plan")
-            self._planner.plan_capture(mine)
+            self._banks.plan_capture(mine)
         with self._guard([tracked for tracked, _ in mine if tracked.rows or tracked.recordings], ""):
             if "commit" in self.faults:
                 raise HostMemoryError("fault injected: commit")
-            self._planner.commit()
-        if self._planner.busy and self.faults.of_site():
-            self._planner.lose_site()
+            self._banks.commit()
+        if self._banks.busy and self.faults.of_site():
+            self._banks.lose_site()
         if self.entering is not None:
             with self._guard([tracked for tracked, _ in mine if tracked.spec.entry is not None], "intervention_failed"):
                 self.entering.plan(mine, view, lambda tracked, why: self._fail(tracked, why, "intervention_failed"))
@@ -396,18 +401,18 @@ class DataPlane:
         if self.loras is not None and view is not None:
             self.loras.account(self._step, view, self._tracked, self.actions, self.faults.of_lora)
         with self._guard(self._tracked.values(), ""):
-            self._finite.take(self._step, view, self._planner.due, self._planner.edits, hidden if self._place.grades else None)
+            self._banks.take(self._step, view, hidden if self._place.grades else None)
         if self.entering is not None:
             self.entering.done()
-        if self._planner.busy:
+        if self._banks.busy:
             recorded: list[tuple[Recording, Extent]] = []
             with self._guard([tracked for tracked in self._tracked.values() if tracked.recordings], "capture_failed"):
-                recorded = self._planner.drain()
+                recorded = self._banks.drain()
             self._score(recorded)
         with self._guard(self._tracked.values(), ""):
             if "settle" in self.faults:
                 raise RuntimeError("fault injected: settle")
-            self._judge(self._finite.settle())
+            self._judge(self._banks.settle())
         if self._keeping is not None:
             for block in self._keeping.keep:
                 if block.request_id in self._tracked and self._tracked[block.request_id].reported:
@@ -425,7 +430,6 @@ class DataPlane:
 
     def _let_leave(self, view: StepView | None) -> None:
         """Hand the writers the rows of long captures that this rank needs no more: blocks are kept when they are full."""
-        row_bytes = self._hidden_size * self._dtype.itemsize
         for rows in view.requests if view is not None else ():
             tracked = self._tracked.get(rows.id)
             if tracked is None or tracked.reported or all(each.stream is None is each.watch for each in tracked.recordings.values()):
@@ -435,6 +439,7 @@ class DataPlane:
                 reached -= reached % self.block_size
             with self._guard([tracked], "capture_failed"):
                 for recording in tracked.recordings.values():
+                    row_bytes = recording.width(self._hidden_size) * self._dtype.itemsize
                     if recording.watch is not None:
                         recording.discard(reached)
                     left = recording.leave(reached, self._streams.part // row_bytes)
@@ -443,8 +448,7 @@ class DataPlane:
 
     def found(self) -> Callable[[], list[tuple[str, int]]]:
         """Of the step that ran last: (request, first position) of rows that are not finite. Waits for the step, in any thread."""
-        finding = self._finite.last
-        return lambda: [] if finding is None else self._finite.of(finding)
+        return self._banks.found()
 
     def _judge(self, found: Sequence[NonFinite | Miscount]) -> None:
         """Fail the requests whose edits left rows that are not finite, or whose sites did not do what was planned.
@@ -511,12 +515,11 @@ class DataPlane:
             for capture in spec.captures:
                 for hook, layers in capture.sites.items():
                     self.rank_state.check_sites(hook, layers)
+            recordings = [self._banks.recording(capture, self._place.tp == 0) for capture in spec.captures]
         except ValueError as error:  # it is steered all the same: its cached blocks say that they were
             self._fail(tracked, str(error), "capture_failed")
-        if not tracked.reported:  # the ranks of a stage hold equal rows: one records, unless all are needed
-            mine = [(number, capture) for number, capture in enumerate(spec.captures) if self._place.tp == 0 or capture.everywhere]
-            recordings = ((number, Recording.of(capture, self._ports)) for number, capture in mine)
-            tracked.recordings = {number: recording for number, recording in recordings if recording is not None}
+        if not tracked.reported:
+            tracked.recordings = {number: recording for number, recording in enumerate(recordings) if recording is not None}
             with self._guard([tracked], "probe_failed"):
                 tracked.watch = self._probes.watch(spec, tracked.recordings.values())
             for number, recording in tracked.recordings.items():
@@ -549,7 +552,7 @@ class DataPlane:
             self._fail(tracked, _TAINTED, "intervention_failed")
 
     def _finish(self, tracked: Tracked, finish: Finish) -> None:
-        tracked.edited = [(spec.positions, self._table.num_sites(row)) for row, spec in tracked.rows]
+        tracked.edited = [(spec.positions, self._banks.num_sites(row, spec)) for row, spec in tracked.rows]
         self._rows.release(self._step, tracked.rows)
         tracked.holds([])
         key = tracked.spec.key

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ...kernels import plan as columns
+from ...schemas.banks import RESIDUAL
 from ...schemas.probes import ProbeScore
 from ...schemas.selectors import PositionSelector, select
 from ...schemas.specs import RankSpec, SteeringRow, columns_of
@@ -84,8 +85,14 @@ class Planner:
         mover: Mover,
         *,
         traced: bool,
+        bank: str = RESIDUAL,
+        last: bool = True,
     ) -> None:
-        """`traced`: the forward is compiled or graph-captured, so the ring may not be replaced."""
+        """`traced`: the forward is compiled or graph-captured, so the ring may not be replaced.
+
+        `bank`: whose steering and captures it plans. `last`: no other bank plans the step after it.
+        """
+        self._bank, self._last = bank, last
         self._overload, self._mover = overload, mover
         self._sites, self._buffers, self._table, self._slabs = list(sites), buffers, table, slabs
         self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
@@ -127,6 +134,8 @@ class Planner:
             first, stop = place.first_position, place.first_position + place.num_rows
             shift = place.first_row - first
             for column, (row, spec) in zip(tracked.columns, tracked.rows, strict=True):
+                if spec.bank != self._bank:
+                    continue
                 chosen = select(spec.positions, first, stop, tracked.spec.prompt_tokens)
                 if not chosen:
                     continue
@@ -139,7 +148,8 @@ class Planner:
                     runs.append((chosen.start + shift, len(chosen), column, row))
                 else:
                     runs += [(position + shift, 1, column, row) for position in chosen]
-            tracked.reached = max(tracked.reached, stop)
+            if self._last:
+                tracked.reached = max(tracked.reached, stop)
         if runs:
             self._edits = True
             # All requests in one call: a call for each would dominate the cost.
@@ -216,6 +226,8 @@ class Planner:
             if tracked.reported:
                 continue
             for recording in tracked.recordings.values():
+                if recording.bank != self._bank:
+                    continue
                 chosen = recording.capture.select(place.first_position, place.first_position + place.num_rows, tracked.spec.prompt_tokens)
                 if len(chosen):
                     positions = _integers(chosen)

@@ -58,7 +58,7 @@ class Reports:
         tracked.reported = True
         recordings = [recording for recording in tracked.recordings.values() if not recording.capture.scored]
         builds = [partial(self._build, tracked, recording, token_ids) for recording in recordings]
-        size = sum(recording.num_rows for recording in recordings) * self._hidden_size * self._dtype.itemsize
+        size = sum(recording.num_rows * recording.width(self._hidden_size) for recording in recordings) * self._dtype.itemsize
         self._writer.submit(WriteJob(self._receipt(step, tracked), builds, size))
 
     def failed(self, step: int, tracked: Tracked, message: str, kind: str) -> None:

@@ -54,10 +54,10 @@ class _Piece(NamedTuple):
 
 
 class RowIndex:
-    """`limit`: bytes of kept rows; `row_bytes`: of one row; `block`: tokens of a block."""
+    """`limit`: bytes of kept rows; `row_bytes`: of one row of the hidden size; `item_bytes`: of one number; `block`: tokens of a block."""
 
-    def __init__(self, limit: int, row_bytes: int, block: int) -> None:
-        self._limit, self._row_bytes, self._block = limit, row_bytes, block
+    def __init__(self, limit: int, row_bytes: int, block: int, item_bytes: int = 4) -> None:
+        self._limit, self._row_bytes, self._block, self._item_bytes = limit, row_bytes, block, item_bytes
         self._blocks: OrderedDict[bytes, list[_Piece]] = OrderedDict()  # least recently used first
         self._held = 0
         self._last = 0
@@ -103,7 +103,9 @@ class RowIndex:
             for place in range(start // self._block, last):
                 first = place * self._block
                 positions = capture.select(first, first + self._block, wanted.prompt_tokens)
-                if len(positions) and (piece := self._add(hashes[place], ports, frozenset(p - first for p in positions))):
+                if len(positions) and (
+                    piece := self._add(hashes[place], ports, frozenset(p - first for p in positions), self._bytes_of(capture))
+                ):
                     kept.append(KeptBlock(request_id, number, first, first + self._block, piece.number))
         return kept
 
@@ -130,9 +132,13 @@ class RowIndex:
                 return piece
         return None
 
-    def _add(self, key: bytes, ports: frozenset[PortName], positions: frozenset[int]) -> _Piece | None:
+    def _bytes_of(self, capture: StoredCapture) -> int:
+        """Of one row."""
+        return self._row_bytes if capture.row is None else capture.row.size * self._item_bytes
+
+    def _add(self, key: bytes, ports: frozenset[PortName], positions: frozenset[int], row_bytes: int) -> _Piece | None:
         """None when the rows are kept already, or are too many."""
-        size = len(ports) * len(positions) * self._row_bytes
+        size = len(ports) * len(positions) * row_bytes
         if size > self._limit or self._find(key, ports, positions) is not None:
             return None
         self._last += 1

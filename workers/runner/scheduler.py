@@ -95,7 +95,8 @@ class _Midstream:
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         config, model = plane_config(), self.vllm_config.model_config  # type: ignore[attr-defined]
         row_bytes = model.get_hidden_size() * model.dtype.itemsize
-        self._midstream_rows = RowIndex(config.row_store_mib << 20, row_bytes, manager.block_pool.hash_block_size)
+        block = manager.block_pool.hash_block_size
+        self._midstream_rows = RowIndex(config.row_store_mib << 20, row_bytes, block, model.dtype.itemsize)
         stages = stage_layers(model.get_total_num_hidden_layers(), self.parallel_config.pipeline_parallel_size)  # type: ignore[attr-defined]
         self._midstream_ring = RingBudget(config.step_rows, stages, self.num_spec_tokens)  # type: ignore[attr-defined]
         self._midstream_blocks = KeptBlocks(manager)

@@ -168,7 +168,17 @@ SEAMS: tuple[Seam, ...] = (
     Seam("vllm.engine.arg_utils:AsyncEngineArgs", ("create_engine_config(usage_context)",), "engine/vllm.py"),
     # Layers
     Seam("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase", (), "layer_probe.py"),
-    Seam("vllm.model_executor.layers.linear", ("ReplicatedLinear",), "quantisation.py"),
+    Seam(
+        "vllm.model_executor.layers.attention.attention:Attention",
+        ("forward(query, key, value)", "num_heads", "num_kv_heads", "head_size", "head_size_v", "kv_sharing_target_layer_name"),
+        "inside.py",
+    ),
+    Seam("vllm.model_executor.layers.attention.mla_attention:MLAAttention", (), "inside.py"),
+    Seam("vllm.model_executor.layers.linear", ("ReplicatedLinear",), "quantisation.py, inside.py"),
+    Seam("vllm.model_executor.layers.linear:LinearBase", ("input_size", "output_size"), "inside.py"),
+    Seam("vllm.model_executor.layers.linear:RowParallelLinear", ("input_is_parallel",), "inside.py"),
+    Seam("vllm.model_executor.layers.linear:QKVParallelLinear", ("total_num_kv_heads",), "inside.py"),
+    Seam("vllm.model_executor.layers.linear:ColumnParallelLinear", ("output_partition_sizes",), "inside.py"),
     # Drafts
     Seam("vllm.model_executor.model_loader.utils", ("get_model_cls(model_config)",), "drafters.py"),
     Seam("vllm.model_executor.models.interfaces", ("supports_eagle3(model)",), "drafters.py"),

@@ -70,7 +70,7 @@ _ORDER = tuple(field.name for field in fields(Buffers))
 _BY_SITE = ("plan", "site_rows")
 
 #: (hidden, residual or None) → None: runs the op of one launch.
-_Visit = Callable[[torch.Tensor, torch.Tensor | None], None]
+Visit = Callable[[torch.Tensor, torch.Tensor | None], None]
 
 
 def install(
@@ -88,13 +88,13 @@ def install(
     layers = held_layers(model, adapter) if ordered else []
     placed = [(number, layer, hook, adapter.tap(hook, number)) for number, layer in layers for hook in ordered]
     sites = [Site(hook, number, tap.kind) for number, _, hook, tap in placed]
-    buffers = _buffers(len(sites), sizes, adapter.hidden_size, dtype, device)
+    buffers = buffers_of(len(sites), sizes, adapter.hidden_size, dtype, device)
     _lead(sites, adapter, ordered, next_layer=always and bool(ordered) and not read_between_layers(model, adapter))
-    visits: dict[nn.Module, dict[Side, list[tuple[bool, _Visit]]]] = {}
+    visits: dict[nn.Module, dict[Side, list[tuple[bool, Visit]]]] = {}
     for first, mine in _launches(sites):
         _, layer, _, tap = placed[first]
         module = _submodule(layer, tap.path, adapter)
-        visit = _visit(module, mine, first, buffers, always)
+        visit = visit_of(module, mine, first, buffers, always)
         visits.setdefault(module, {"input": [], "output": []})[tap.side].append((mine[-1].kind == "pair", visit))
     for module, sides in visits.items():
         _wrap(module, sides["input"], sides["output"])
@@ -173,7 +173,7 @@ def _submodule(module: nn.Module, path: str, adapter: Adapter) -> Any:
         raise UnsupportedArchitectureError(f"{adapter.architecture} does not match its adapter: {error}") from error
 
 
-def _buffers(sites: int, sizes: Sizes, hidden: int, dtype: torch.dtype, device: torch.device) -> Buffers:
+def buffers_of(sites: int, sizes: Sizes, hidden: int, dtype: torch.dtype, device: torch.device) -> Buffers:
     def empty(*shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> torch.Tensor:
         return torch.full(shape, fill, dtype=dtype, device=device)
 
@@ -191,12 +191,16 @@ def _buffers(sites: int, sizes: Sizes, hidden: int, dtype: torch.dtype, device: 
     )
 
 
-def _visit(module: nn.Module, sites: Sequence[Site], first: int, buffers: Buffers, always: bool) -> _Visit:
-    """The call of the op of these sites, from a traced forward and from one that runs as Python. `first`: their first row."""
+def visit_of(module: nn.Module, sites: Sequence[Site], first: int, buffers: Buffers, always: bool, bank: str = "") -> Visit:
+    """The call of the op of these sites, from a traced forward and from one that runs as Python. `first`: their first row.
+
+    `bank`: whose buffers they are, where that is not the residual one.
+    """
     own = {name: getattr(buffers, name)[first : first + len(sites)] for name in _BY_SITE}
     leader, branches = sites[0], _branches(sites)
     # Buffers on the module become inputs of the traced graph, as weights do. They are never saved.
-    names = tuple(f"midstream_{leader.hook}_{name}" if name in own else f"midstream_{name}" for name in _ORDER)
+    shared = f"midstream_{bank}_" if bank else "midstream_"
+    names = tuple(f"midstream_{leader.hook}_{name}" if name in own else f"{shared}{name}" for name in _ORDER)
     for name, of_module in zip(_ORDER, names, strict=True):
         module.register_buffer(of_module, own.get(name, getattr(buffers, name)), persistent=False)
 
@@ -215,7 +219,7 @@ def _visit(module: nn.Module, sites: Sequence[Site], first: int, buffers: Buffer
     return visit
 
 
-def _wrap(module: nn.Module, before: Sequence[tuple[bool, _Visit]], after: Sequence[tuple[bool, _Visit]]) -> None:
+def _wrap(module: nn.Module, before: Sequence[tuple[bool, Visit]], after: Sequence[tuple[bool, Visit]]) -> None:
     """Have `module.forward` visit these sites, in order, before and after what it does. Each: whether it takes a pair, the call."""
     forward = module.forward
     hidden_at, residual_at = places(forward)

@@ -1,6 +1,7 @@
 """Vectors of this rank, and the rows of its steering tables in use."""
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from ...schemas.source_runs import ZEROS, is_row
 from ...schemas.specs import DIMS_PREFIX, ONES, SteeringRow, StoredSteering, dims_named
 from ...schemas.tensors import Tensor, content_hash, to_numpy
 from .actions import ActionLedger
+from .finished import Columns
 from .prepared_rows import PreparedRows
 from .sites import Buffers, Site
 from .source_runs import RunStore
@@ -70,8 +72,13 @@ class RowTable:
         vectors: VectorStore,
         runs: RunStore,
         faulty: Callable[[Content], Content] = lambda content: content,
+        columns: Columns | None = None,
     ) -> None:
-        """`faulty`: tests only, what is written instead of a row's content."""
+        """`faulty`: tests only, what is written instead of a row's content.
+
+        `columns`: those that this rank holds of the rows; None: all of the hidden size.
+        """
+        self._columns = columns
         self._faulty = faulty
         self._buffers = buffers
         self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
@@ -123,6 +130,10 @@ class RowTable:
         self._sites[row][[site for site, _ in content]] = True
         self._num_sites[row] = int(self._sites[row].sum())
         return row, what.crc32
+
+    def __contains__(self, key: str) -> bool:
+        """Whether a row in use has this content."""
+        return key in self._rows
 
     def release(self, key: str) -> bool:
         """Release one reference; True if the row became free (it is zeroed)."""
@@ -186,6 +197,8 @@ class RowTable:
 
     def _laid_out(self, family: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
         vectors, scalars = laid_out(family, does)
+        if self._columns is not None:
+            vectors = vectors[:, self._columns.start : self._columns.stop]
         vectors = vectors.to(self._buffers.pool.dtype)
         if not bool(torch.isfinite(vectors).all()):
             raise ValueError(f"the sum of the {family} entries exceeds the range of {self._buffers.pool.dtype}")
@@ -193,7 +206,7 @@ class RowTable:
 
     def _does(self, entry: StoredSteering) -> Does:
         """What an entry does at each of its sites."""
-        shapes = entry.shapes(self._buffers.pool.shape[1])
+        shapes = entry.shapes(self._buffers.pool.shape[1] if self._columns is None else self._columns.row.size)
         tensors = [self._tensor(name, shape) for name, shape in zip(entry.tensors, shapes, strict=True)]
         return does_of(entry.family, entry.numbers, tensors, entry.scale)
 
@@ -243,10 +256,23 @@ _JOINED = {"add": _added, "replace": _replaced}
 assert _JOINED.keys() == {family.name for family in FAMILIES if family.joined}
 
 
+class AnyTable(Protocol):
+    """The table of one bank, or of all."""
+
+    vectors: VectorStore
+
+    @property
+    def prepared(self) -> Any: ...
+
+    def acquire(self, spec: SteeringRow) -> tuple[int, int | None]: ...
+
+    def release(self, key: str) -> bool: ...
+
+
 class HeldRows:
     """Rows of the table that a request or global steering holds. Changes of the table are recorded in the ledger."""
 
-    def __init__(self, table: RowTable, actions: ActionLedger) -> None:
+    def __init__(self, table: AnyTable, actions: ActionLedger) -> None:
         self._table, self._actions = table, actions
 
     def acquire(self, step: int, wanted: Sequence[SteeringRow]) -> list[tuple[int, SteeringRow]]:

@@ -253,7 +253,7 @@ class Streams:
         if not max_tokens or recording.capture.scored:
             return None
         chosen = recording.capture.select(0, spec.prompt_tokens + max_tokens - 1, spec.prompt_tokens)
-        row = len(recording.ports) * self._hidden_size * self._dtype.itemsize
+        row = len(recording.ports) * recording.width(self._hidden_size) * self._dtype.itemsize
         if len(chosen) * row <= self._window:
             return None
         order = np.arange(chosen.start, chosen.stop, chosen.step) if isinstance(chosen, range) else np.array(chosen, dtype=np.int64)
@@ -274,7 +274,8 @@ class Streams:
             spec=spec,
             capture=recording.capture,
             sites=sites,
-            hidden_size=self._hidden_size,
+            hidden_size=recording.width(self._hidden_size),
+            columns=recording.columns,
             dtype=str(stored_as).removeprefix("torch."),
             positions=order.tolist(),
             token_ids=[_LARGEST] * len(order),

@@ -15,6 +15,7 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 
 from ...broker.ops import logs
+from ...schemas.selectors import INSIDE
 from ...schemas.source_runs import RunFiles
 from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor
@@ -29,6 +30,7 @@ from .drafters import UnsupportedDrafterError, check_loaded
 from .faults import Faults, answer, mislabelled, misplaced
 from .found import complete
 from .grading import tap
+from .inside import Group, install_inside
 from .kv_blocks import CpuBlocks
 from .loras import Loras
 from .plane import DataPlane
@@ -102,12 +104,24 @@ class MidstreamWorker(PlatformWorker):
             device=self.device,
             always=traced,
         )
+        inside, shapes, absent = install_inside(
+            loaded,
+            adapter,
+            [hook for hook in INSIDE if hook in config.inside],
+            Group(get_tp_group().rank_in_group, get_tp_group().world_size, adapter.hidden_size),
+            lambda number: _sizes(config, number, traced=traced),
+            dtype=model.dtype,
+            device=self.device,
+            always=traced,
+        )
+        self._found = msgspec.structs.replace(self._found, inside=shapes, absent=self._found.absent | absent)
         mislabelled(sites, adapter.num_layers, faults)
         try:
             check_loaded(self.model_runner.drafting_model(), read_between_layers(loaded, adapter), adapter)
         except UnsupportedDrafterError as error:
             self._found = msgspec.structs.replace(self._found, refused=self._found.refused or str(error))
-        warm_up(sites, buffers)
+        for of_bank, its_buffers in [(sites, buffers), *((part.sites, part.buffers) for part in inside)]:
+            warm_up(of_bank, its_buffers)
         place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group, stages=pp.world_size)
         enters = config.sweep_entry and not traced and "pre_attn" in hooks and enters_above(adapter)
         readers, readings = readers_of(loaded, adapter, dtype=model.dtype, device=self.device, stages=pp.world_size, reduce=tp.all_reduce)
@@ -115,7 +129,8 @@ class MidstreamWorker(PlatformWorker):
         gate = install_gate(loaded, adapter) if enters else None
         with threads_elsewhere(set(config.cores)):
             self._plane = DataPlane(
-                config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate, loras=loras, readers=readers
+                config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate, loras=loras, readers=readers,
+                inside=inside,
             )  # fmt: skip
         self._plane.attends(self._found.attention)
         self._certified = adapter, hooks, traced

@@ -1,0 +1,112 @@
+"""What do transformers' own modules compute inside attention and MLP, and what becomes of an edit there?
+
+Forward hooks on its projections, and its eager attention with the queries, keys and values that it gets. Shares nothing with
+`workers.runner.inside`.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from reference import FORMULAS, Edit
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+#: Names of modules in transformers, by what they do.
+ATTENTION = ("self_attn", "attn", "attention")
+OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")
+DOWN = ("mlp.down_proj", "mlp.c_proj", "fc2", "mlp.dense_4h_to_h")
+GATES = ("mlp.gate", "block_sparse_moe.gate")
+
+
+def _child(module: nn.Module, paths: Sequence[str]) -> Any:
+    for path in paths:
+        try:
+            return module.get_submodule(path)
+        except AttributeError:
+            continue
+    return None
+
+
+class InsideReference:
+    """`rows(tokens)`: (hook, layer) → `[tokens, width]` float32."""
+
+    def __init__(self, path: Path):
+        config = AutoConfig.from_pretrained(path)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager", config=config).eval()
+        decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.base_model
+        self.layers = getattr(decoder, "layers", None) or getattr(decoder, "h", None) or decoder.decoder.layers
+        self._edits: Sequence[Edit] = ()
+        self._found: dict[tuple[str, int], np.ndarray] = {}
+
+    def rows(self, tokens: Sequence[int], *edits: Edit) -> dict[tuple[str, int], np.ndarray]:
+        """Of one forward with these edits; also `post_block` of each layer, and `logits` as layer −1."""
+        self._edits, self._found = edits, {}
+        attentions = {id(_child(layer, ATTENTION)): number for number, layer in enumerate(self.layers)}
+        source = sys.modules[type(_child(self.layers[0], ATTENTION)).__module__]
+        eager = source.eager_attention_forward
+
+        def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            number = attentions[id(module)]
+            parts = [self._heads(hook, number, rows) for hook, rows in (("q", query), ("k", key), ("v", value))]
+            return eager(module, *parts, *args, **kwargs)
+
+        with ExitStack() as stack, torch.no_grad():
+            stack.enter_context(mock.patch.object(source, "eager_attention_forward", attend))
+            for number, layer in enumerate(self.layers):
+                for handle in self._hooks(number, layer):
+                    stack.callback(handle.remove)
+            logits = self.model(torch.tensor([list(tokens)])).logits[0]
+        return {**self._found, ("logits", -1): logits.numpy()}
+
+    def _hooks(self, number: int, layer: nn.Module) -> list[Any]:
+        attention = _child(layer, ATTENTION)
+
+        def entering(hook: str) -> Any:
+            return lambda _, args: (self._seen(hook, number, args[0]), *args[1:])
+
+        def leaving(hook: str, start: int | None = None, stop: int | None = None) -> Any:
+            def after(_: nn.Module, args: Any, output: Any) -> Any:
+                rows = output[0] if isinstance(output, tuple) else output
+                edited = rows.clone()
+                edited[..., start:stop] = self._seen(hook, number, rows[..., start:stop])
+                return (edited, *output[1:]) if isinstance(output, tuple) else edited
+
+            return after
+
+        handles = [
+            _child(attention, OUTPUT).register_forward_pre_hook(entering("z")),
+            layer.register_forward_hook(leaving("post_block")),
+        ]
+        if (down := _child(layer, DOWN)) is not None:
+            handles.append(down.register_forward_pre_hook(entering("mlp_act")))
+        if (gate := _child(layer, GATES)) is not None:
+            handles.append(gate.register_forward_hook(leaving("router")))
+        if (fused := _child(attention, ("c_attn",))) is not None:
+            width = attention.split_size
+            handles.append(fused.register_forward_hook(leaving("q_proj", 0, width)))
+            handles.append(fused.register_forward_hook(leaving("k_proj", width, 2 * width)))
+        else:
+            handles.append(attention.q_proj.register_forward_hook(leaving("q_proj")))
+            handles.append(attention.k_proj.register_forward_hook(leaving("k_proj")))
+        return handles
+
+    def _heads(self, hook: str, number: int, rows: torch.Tensor) -> torch.Tensor:
+        """`[1, heads, tokens, width]`."""
+        flat = rows.transpose(1, 2).flatten(2)
+        return self._seen(hook, number, flat).view(rows.transpose(1, 2).shape).transpose(1, 2)
+
+    def _seen(self, hook: str, number: int, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of any shape with one token after the other, edited, and noted as they were before."""
+        flat = rows.reshape(-1, rows.shape[-1]).clone()
+        self._found[hook, number] = flat.numpy().copy()
+        for edit in self._edits:
+            if (edit.hook, edit.layer) == (hook, number):
+                chosen = slice(None) if edit.positions is None else edit.positions
+                flat[chosen] = FORMULAS[edit.op](flat[chosen], edit)
+        return flat.view(rows.shape)
