@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import anyio.to_thread
@@ -32,15 +33,17 @@ from ..schemas.jobs import Job, JobView, State
 from ..schemas.keys import Caller, own, scoped, shown
 from ..schemas.models import ModelInfo, TokenizerBundle
 from ..schemas.settings import Settings, asks_for_keys
-from ..schemas.specs import PatchSpec
+from ..schemas.specs import PatchSpec, SteeringSpec
 from ..storage.store import open_store
 from .operations.disks import Disks
 from .resolve import admission, global_capture, patches, steering
 from .resolve.callback_url import check_callback
+from .resolve.features import NONE, FeatureFiles, Named, Rows, check_range, check_specs
 from .resolve.loras import named_lora
 from .resolve.model_state import NOTHING, ModelState, find_runs
 from .resolve.probes import probes_of
 from .resolve.request_parsing import ParsedRequest
+from .resolve.saes import named_sae
 from .resolve.tokenizer import Codec
 from .resolve.tokenizer_pool import BundleHelpers, Helpers
 from .web import request_context
@@ -78,6 +81,8 @@ class AppContext:
         self.loras = Loras(ledger)
         self.saes = Saes(ledger)
         self.probes = Probes(ledger)
+        self._features = FeatureFiles(settings.sae_dir)
+        self._reading_features = anyio.CapacityLimiter(1)
         self.watcher = watcher
         self.celery = celery
         self.store = open_store(settings.capture_root)
@@ -153,12 +158,13 @@ class AppContext:
         """
         info = await self.model(parsed.model)
         named = steering.modules_named(parsed.steering, parsed.patch)
-        names = named or parsed.lora or parsed.probes or patches.runs_of(parsed.patch)
+        names = named or parsed.lora or parsed.probes or patches.runs_of(parsed.patch) or any(spec.sae for spec in parsed.steering)
         if names and idempotency and (known := await self.ledger.repeated(idempotency)):
-            return known  # whatever has become of the modules, probes, runs and adapters since
+            return known  # whatever has become of the modules, probes, runs, adapters and autoencoders since
         lora = await named_lora(parsed.lora, info, self.loras)
         probes = await probes_of(parsed.probes, info, self.probes)
         model_state = await self.model_state(info.name, named, caller, parsed.patch) if parsed.steering or parsed.patch else NOTHING
+        model_state = replace(model_state, features=await self.features(info, parsed.steering))
         admitted = await admission.admit(parsed, info, await self.codec(info), new_job_id(), model_state, caller, lora, probes)
         return await self.accept(admitted.job, info, admitted.blobs, idempotency, admitted.pinned)
 
@@ -189,6 +195,19 @@ class AppContext:
         wanted = patches.runs_of(patch)
         named = await SourceRuns(self.ledger, caller).names(model) if len(runs) < len(wanted) else []
         return ModelState(modules, current, known, runs, named)
+
+    async def features(self, info: ModelInfo, specs: Sequence[SteeringSpec]) -> Named:
+        """The features that steering names. Raises a 400 naming the field."""
+        saes = {}
+        for index, spec in enumerate(specs):
+            if spec.sae is not None and spec.sae not in saes:
+                saes[spec.sae] = await named_sae(spec.sae, f"steering[{index}].sae", info, self.saes)
+        rows: dict[tuple[str, int], Rows] = {}
+        for name, features in check_specs(specs, saes).items():
+            found = await anyio.to_thread.run_sync(self._features.read, saes[name], features, limiter=self._reading_features)
+            check_range(saes[name], info, found)
+            rows |= {(name, feature): each for feature, each in found.items()}
+        return Named(saes, rows) if saes else NONE
 
     async def _within_quota(self, job: Job, info: ModelInfo) -> Job:
         """The job, without global capture if there is no room. Raises `quota_exceeded` if there is none for its user's captures."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ..schemas.interventions import FAMILIES, PLACE, Intervention
+from ..schemas.interventions import FAMILIES, NEAR, PLACE, Intervention
 from .plan import AFTER, ALIKE, ALIKE_FROM, BEFORE, CAPTURED_AFTER, CAPTURED_BEFORE, DEPTH, EDITED, EDITS, EDITS_AT, SITE, Port
 
 #: Of a `rewrite`: (rows, entries, pool, scalars) → new rows, and which of them it changed (None: all).
@@ -82,6 +82,17 @@ def _clamp(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalar
     return rows.index_add_(0, mine, change[mine] * direction[mine]), outside.flatten()
 
 
+def _feature(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
+    strength, target, bias, threshold = _numbers("feature", entries, scalars)
+    products = (_vectors(entries, pool) + _vectors(entries + 1, pool)).add_(_vectors(entries + 2, pool)).mul_(rows)
+    reading = products.sum(1, keepdim=True) + bias
+    room = NEAR * (products.abs_().sum(1, keepdim=True) + bias.abs())
+    gap = target - torch.where(reading > threshold, reading, 0.0)
+    changed = ~((gap == 0) | ((gap.abs() <= room) & (room < math.inf))).flatten()
+    mine = changed.nonzero().flatten()
+    return rows.index_add_(0, mine, (strength * gap)[mine] * _vectors(entries[mine] + 3, pool)), changed
+
+
 def _numbers(name: str, entries: torch.Tensor, scalars: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The family's scalars in their order, each float32 `[n, 1]`."""
     named = scalars.index_select(0, entries)[:, : len(FAMILIES[PLACE[name]].scalars)]
@@ -106,6 +117,7 @@ REWRITES: dict[str, Rewrite] = {
     "add_matched": _add_matched,
     "ablate": _ablate,
     "clamp": _clamp,
+    "feature": _feature,
 }
 SHIFTS: dict[str, Shift] = {"add": _add}
 _ADD = PLACE["add"]

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..schemas.interventions import FAMILIES, PLACE, SCALARS
+from ..schemas.interventions import FAMILIES, NEAR, PLACE, SCALARS
 from .plan import AFTER, BEFORE, CAPTURED_AFTER, CAPTURED_BEFORE, COLUMNS, COUNTS, DEPTH, EDITED, EDITS, ROWS_PER_TOKEN, SITE
 
 #: Programs of a launch at most: several for each multiprocessor, and still a short launch when there is nothing to do.
@@ -42,11 +42,13 @@ _REWRITING = tl.constexpr(sum(1 << place for place, family in enumerate(FAMILIES
 _SHIFTING = tl.constexpr(sum(1 << place for place, family in enumerate(FAMILIES) if family.effect == "shift"))
 _GRADED = tl.constexpr(sum(1 << place for place, family in enumerate(FAMILIES) if family.graded))
 
-_REPLACE, _REPLACE_MASKED, _LOWRANK, _ADD, _ADD_MATCHED, _ABLATE, _CLAMP = (
-    tl.constexpr(PLACE[name]) for name in ("replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp")
+_REPLACE, _REPLACE_MASKED, _LOWRANK, _ADD, _ADD_MATCHED, _ABLATE, _CLAMP, _FEATURE = (
+    tl.constexpr(PLACE[name]) for name in ("replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp", "feature")
 )
 _RANK, _BIAS = (tl.constexpr(FAMILIES[_LOWRANK.value].column(scalar)) for scalar in ("rank", "bias"))
 _LOW, _HIGH = (tl.constexpr(FAMILIES[_CLAMP.value].column(scalar)) for scalar in ("low", "high"))
+_TARGET, _SHIFT, _THRESHOLD = (tl.constexpr(FAMILIES[_FEATURE.value].column(scalar)) for scalar in ("target", "bias", "threshold"))
+_NEAR = tl.constexpr(NEAR)
 
 
 @triton.jit
@@ -91,6 +93,15 @@ def _rewritten(FAMILY: tl.constexpr, row, vectors, scalars, lanes, inside, WIDTH
         changed = ((component >= low) & (component <= high)) == 0  # also where the component is not a number
         wanted = tl.minimum(tl.maximum(component, low), high)
         row = tl.where(changed, row + tl.load(scalars) * (wanted - component) * direction, row)
+    elif FAMILY == _FEATURE:
+        encoder = _vector(vectors, lanes, inside) + _vector(vectors + WIDTH, lanes, inside) + _vector(vectors + 2 * WIDTH, lanes, inside)
+        products = row * encoder
+        bias = tl.load(scalars + _SHIFT)
+        reading = tl.sum(products, 0) + bias
+        room = _NEAR * (tl.sum(tl.abs(products), 0) + tl.abs(bias))
+        gap = tl.load(scalars + _TARGET) - tl.where(reading > tl.load(scalars + _THRESHOLD), reading, 0.0)
+        changed = ((gap == 0.0) | ((tl.abs(gap) <= room) & (room < float("inf")))) == 0
+        row = tl.where(changed, row + tl.load(scalars) * gap * _vector(vectors + 3 * WIDTH, lanes, inside), row)
     else:
         tl.static_assert(False, "a family of the table has no formula here")
     return row, changed

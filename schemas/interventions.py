@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 #: What a steering entry does to a row s at its hook, as users write it.
 SteeringOp = Literal["replace", "lowrank", "add", "ablate", "clamp"]
 #: What the ops are to the ranks: an op may have variants, such as `add_matched`, which is `add` with `norm_match`.
-Family = Literal["replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp"]
+Family = Literal["replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp", "feature"]
 #: `rewrite`: reads the row s and gives a new one. `shift`: gives something to be added that does not depend on s.
 #: A token that a rewrite changes is computed in float32 from the stream to the last family, and rounded once. A token that
 #: is only shifted never leaves the model's dtype if there is one shift; several are summed in float32 and added in one operation.
@@ -22,6 +22,11 @@ SCALARS = 4
 MAX_RANK = 64
 #: The largest float32: as a limit of a component it is none. (Infinity has no place in JSON.)
 NO_LIMIT = float.fromhex("0x1.fffffep127")
+
+
+#: A feature's target and activation are one where they differ by at most so much of what its dot product adds up, in absolute values:
+#: float32 sums in another order differ by less.
+NEAR = 2.0**-20
 
 
 class TensorField(NamedTuple):
@@ -38,6 +43,11 @@ TENSORS: dict[str, TensorField] = {
     "rotation": TensorField("R", ranked=True),
     "weight": TensorField("W", ranked=True),
     "bias": TensorField("bias", ranked=True, wide=False),
+    # An encoder in float32 is the sum of three parts in the model's dtype: exactly, in bfloat16.
+    "encoder": TensorField("e0", ranked=False),
+    "encoder_middle": TensorField("e1", ranked=False),
+    "encoder_last": TensorField("e2", ranked=False),
+    "decoder": TensorField("d", ranked=False),
 }
 
 
@@ -78,6 +88,7 @@ class Intervention:
     unit: bool = False  # its vector is a direction: written with length 1
     sums: bool = False  # sums over the row, in an order of the device's own: devices agree to float32's rounding, not to the bit
     joined: bool = False  # several at one site are joined to one where they have the same positions
+    fields: tuple[str, ...] = ()  # of a steering entry, if tensors and numbers are made of these and are not its fields
 
     @property
     def written(self) -> str:
@@ -87,6 +98,8 @@ class Intervention:
     @property
     def options(self) -> tuple[str, ...]:
         """The fields of a steering entry apart from its tensors."""
+        if self.fields:
+            return self.fields
         flags = (self.flag,) if self.flag not in ("", "mask") else ()
         return tuple(number.name for number in (*filter(None, [self.scale]), *self.numbers)) + flags
 
@@ -192,13 +205,25 @@ FAMILIES: tuple[Intervention, ...] = (
         numbers=(_STRENGTH, Number("low", _STREAM, -NO_LIMIT), Number("high", _STREAM, NO_LIMIT)), limits=("low", "high"),
         unit=True, sums=True,
     ),
+    Intervention(
+        "feature", "clamp", "rewrite",
+        "s + (value − a) · d with a, the activation of a feature of a sparse autoencoder, and d, its decoder row (`ablate`: `value` 0); "
+        "where a is `value`, s is unchanged, bit for bit",
+        "p = s·(e0 + e1 + e2) + bias, a = p where p > threshold, else 0; s ← s + strength · (target − a) · d; where target is a, up to "
+        "float32's rounding (`NEAR`), the row is left unchanged",
+        "clamped features with the reconstruction's error kept: Templeton et al. 2024, Scaling Monosemanticity",
+        flag="sae", tensors=("encoder", "encoder_middle", "encoder_last", "decoder"),
+        numbers=(_STRENGTH, Number("target", _STREAM), Number("bias"), Number("threshold")), sums=True, fields=("sae", "feature", "value"),
+    ),
 )  # fmt: skip
+#: Those whose tensors and numbers are fields of a steering entry, or of a patch.
+PLAIN: tuple[Intervention, ...] = tuple(family for family in FAMILIES if not family.fields)
 #: Name → place in `FAMILIES`, which is also its row of the ranks' `site_rows`.
 PLACE: dict[str, int] = {family.name: place for place, family in enumerate(FAMILIES)}
 FAMILY: dict[Family, Intervention] = {family.name: family for family in FAMILIES}
 #: Op → the family that it is, and its variants.
 VARIANTS: dict[SteeringOp, tuple[Intervention, ...]] = {
-    op: tuple(family for family in FAMILIES if family.op == op) for op in get_args(SteeringOp)
+    op: tuple(family for family in PLAIN if family.op == op) for op in get_args(SteeringOp)
 }
 
 

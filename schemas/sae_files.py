@@ -253,30 +253,34 @@ def tensor_of(file: TensorFile, name: str) -> np.ndarray:
     return tensor
 
 
-def feature_of(form: SaeForm, file: TensorFile, feature: int) -> Feature:
+def tensors_of(form: SaeForm, file: TensorFile) -> dict[str, np.ndarray]:
+    """All of them, float32, by SAELens' names. Raises TensorFileError."""
+    return {name: tensor_of(file, name) for name in tensor_names(form)}
+
+
+def feature_of(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> Feature:
     """Raises SaeError for an SAE in which an activation depends on more than its own feature's weights.
 
     A gated SAE is JumpReLU of another threshold: its gate opens where x·w + b_gate > 0, which is p > b_mag − b_gate · exp(r_mag)
     (Rajamanoharan et al. 2024, arXiv:2404.16014, section 3.2).
     """
     check_ruled(form)
-    decoder = tensor_of(file, "W_dec")[feature].astype(np.float32)
-    encoder = tensor_of(file, "W_enc")[:, feature].astype(np.float64)
-    numbers = {name: float(tensor_of(file, name)[feature]) for name in PER_FEATURE[form.architecture]}
+    encoder = tensors["W_enc"][:, feature].astype(np.float64)
+    numbers = {name: float(tensors[name][feature]) for name in PER_FEATURE[form.architecture]}
     threshold = numbers.get("threshold", 0.0)
     bias = numbers.get("b_enc", 0.0)
-    shift = float(tensor_of(file, "b_dec").astype(np.float64) @ encoder) if form.apply_b_dec_to_input else 0.0
+    shift = float(tensors["b_dec"].astype(np.float64) @ encoder) if form.apply_b_dec_to_input else 0.0
     if form.architecture == "gated":
         opening = math.exp(numbers["r_mag"])
         encoder, shift = encoder * opening, shift * opening
         bias, threshold = numbers["b_mag"], numbers["b_mag"] - numbers["b_gate"] * opening
-    return Feature(encoder.astype(np.float32), decoder, bias - shift, max(threshold, 0.0))
+    return Feature(encoder.astype(np.float32), np.array(tensors["W_dec"][feature]), bias - shift, max(threshold, 0.0))
 
 
-def decoder_row(form: SaeForm, file: TensorFile, feature: int) -> np.ndarray:
+def decoder_row(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> np.ndarray:
     """What one unit of a feature's activation adds to the reconstruction, float32 [d_in]. Raises SaeError for a normalised SAE."""
     check_unscaled(form)
-    row = tensor_of(file, "W_dec")[feature]
+    row = tensors["W_dec"][feature]
     length = float(np.linalg.norm(row.astype(np.float64))) if form.rescale_acts_by_decoder_norm else 1.0
     found: np.ndarray = (row / length).astype(np.float32)
     return found
@@ -313,8 +317,7 @@ def check_on(folder: Path, hook: Hook | None, layer: int | None, hooks: list[str
     """
     try:
         with reading(folder) as (content, file):
-            for name in tensor_names(content.form):
-                tensor_of(file, name)
+            tensors_of(content.form, file)
     except (SaeError, TensorFileError) as error:
         raise MidstreamError("invalid_request", str(error), field="path") from error
     found: dict[str, Any] = {}

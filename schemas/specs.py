@@ -85,7 +85,9 @@ class CaptureSpec(Record):
 class SteeringSpec(Record):
     """Edit the rows at `hook` of each of `layers`, at `positions`, as `op` defines. Null: the field's default, or not valid for this op.
 
-    Or apply a named `module`, with `scale` (of its whole effect) and `positions` (instead of the module's own).
+    Or apply a named `module`, with `scale` (of its whole effect) and `positions` (instead of the module's own). Or set the `feature` of a
+    sparse autoencoder `sae`, at its hook and layer, to `value` (`op` is `clamp`), to 0 (`ablate`), or add `value` times its decoder row
+    (`add`).
 
     `vector` v: `[hidden_size]`, finite; its norm does not matter for `ablate` and `clamp`, or with `norm_match`.
     `rotation` R and `weight` W: `[rank, hidden_size]`, `bias` b: `[rank]`.
@@ -106,10 +108,15 @@ class SteeringSpec(Record):
     rotation: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
+    sae: Reference | None = None  # the name of a sparse autoencoder
+    feature: Index | None = None  # its number; required with `sae`
+    value: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = (
+        None  # in units of its activation; required with `sae` for `clamp` and `add`
+    )
 
     def __post_init__(self) -> None:
         # JSON writes these as null, and null has a meaning.
-        for name in ("scale", "alpha", "strength", "low", "high"):
+        for name in ("scale", "alpha", "strength", "low", "high", "value"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name} is {value}: omit it, or give a finite number")

@@ -40,11 +40,12 @@ def _of_strength(strength: float) -> dict[str, Does]:
     """One application of each graded family; the ranges of `clamp` leave no row as it is."""
     vectors = {family.name: torch.randn(family.entries(), WIDTH) for family in FAMILIES if family.graded}
     vectors["replace_masked"] = some_of(torch.randn(1, WIDTH))
-    does = {name: Does(vector, (strength,)) for name, vector in vectors.items() if name not in ("lowrank", "clamp")}
+    does = {name: Does(vector, (strength,)) for name, vector in vectors.items() if name not in ("lowrank", "clamp", "feature")}
     rotation, weight = vectors["lowrank"].unsqueeze(1) / math.sqrt(WIDTH)
     return does | {
         "lowrank": lowrank(strength, rotation, weight, torch.ones(1)),
         "clamp": Does(vectors["clamp"], (strength, 50.0, 60.0)),
+        "feature": Does(vectors["feature"].abs(), (strength, 50.0, 0.0, 0.0)),
     }
 
 
@@ -369,6 +370,58 @@ def a_component_is_moved_to_the_nearest_end_of_its_range(pair_site: Op, single_s
         assert found.sum[: len(goes), 2].tolist() == [5.0] * len(goes), case.name
 
 
+def _unit_feature(*numbers: float) -> Does:
+    """A feature that reads lane 1 and writes lane 3, so that results are whole numbers."""
+    lanes = torch.eye(4, WIDTH)
+    return Does(torch.stack([lanes[1], torch.zeros(WIDTH), torch.zeros(WIDTH), lanes[3]]), numbers)
+
+
+def a_feature_is_moved_to_its_target_and_the_rest_of_the_row_stays(pair_site: Op, single_site: Op) -> None:
+    # (strength, target, bias, threshold) → what lane 3 gets, where lane 1 is 4
+    goes = {
+        (1.0, 9.0, 0.0, 0.0): 5.0,
+        (1.0, 0.0, 0.0, 0.0): -4.0,
+        (0.5, 0.0, -2.0, 0.0): -1.0,
+        (1.0, 3.0, -2.0, 2.0): 3.0,  # p is 2, which is not above the threshold
+        (1.0, 3.0, -2.0, 1.0): 1.0,
+        (1.0, 3.0, -5.0, 0.0): 3.0,
+    }
+    for dtype in DTYPES:
+        for pair in (True, False):
+            configurations = [{"feature": _unit_feature(*numbers)} for numbers in goes]
+            case = _case(SitePlan(WIDTH, configurations, {token: [token + 1] for token in range(len(goes))}), dtype=dtype, pair=pair)
+            for token in range(len(goes)):
+                _lanes(case, token, 3.0, 4.0, 5.0, 1.0)
+            found = run(case, pair_site, single_site)
+            check(case, found)
+            assert found.sum[: len(goes), 3].tolist() == [1.0 + moved for moved in goes.values()], case.name
+            assert found.sum[: len(goes), :3].tolist() == [[3.0, 4.0, 5.0]] * len(goes), case.name
+
+
+def a_feature_that_has_its_target_leaves_the_rows_bits(pair_site: Op, single_site: Op) -> None:
+    """Also up to the rounding of a sum in another order, which is how the value that is asked for was found."""
+    for dtype in DTYPES:
+        for pair in (True, False):
+            case = _case(SitePlan(WIDTH), dtype=dtype, pair=pair, name="has its target")
+            case.stream[:, 0] = -0.0
+            encoder = torch.randn(WIDTH)
+            encoder *= torch.sign(case.sum[1].float() @ encoder)  # active at token 1, not at token 2, whose row is its negative
+            for rows in (case.stream, *([] if case.hidden is None else [case.hidden])):
+                rows[2] = -rows[1]
+            parts = [encoder.to(dtype).float()]
+            parts.append((encoder - parts[0]).to(dtype).float())
+            parts.append((encoder - parts[0] - parts[1]).to(dtype).float())
+            held = sum(part.double() for part in parts)
+            value = float(case.sum[1].double() @ held) + 0.25
+            does = [Does(torch.stack([*parts, torch.randn(WIDTH)]), (1.0, target, 0.25, 0.0)) for target in (value, 0.0)]
+            does[1] = Does(does[1].vectors, (1.0, 0.0, -0.25, 0.0))
+            plan = SitePlan(WIDTH, [{"feature": each} for each in does], {1: [1], 2: [2]})
+            built = Case(plan, case.hidden, case.stream, 21, 9, case.name)
+            found = run(built, pair_site, single_site)
+            assert same_bits(found.stream, case.stream), case.name
+            assert found.hidden is None or case.hidden is None or same_bits(found.hidden, case.hidden), case.name
+
+
 def rows_of_one_family_follow_each_other_in_column_order(pair_site: Op, single_site: Op) -> None:
     configurations = [{"clamp": _axis(1, 1.0, 2.0, 2.0)}, {"clamp": _axis(1, 1.0, -1.0, -1.0)}]
     for pair in (True, False):
@@ -388,12 +441,13 @@ def the_families_follow_each_other_in_the_documented_order(pair_site: Op, single
         "add_matched": _axis(2, 2.0),  # 10
         "ablate": _axis(0, 1.0),  # 0
         "clamp": _axis(2, 1.0, 0.0, 8.0),  # 8
+        "feature": _unit_feature(1.0, 5.0, -1.0, 0.0),  # reads 4 − 1, adds 2
     }
     for pair in (True, False):
         case = _case(SitePlan(WIDTH, [everything], {1: [1]}), pair=pair)
         found = run(case, pair_site, single_site)
         check(case, found)
-        assert found.sum[1].tolist() == [0.0, 4.0, 8.0] + [0.0] * (WIDTH - 3), case.name
+        assert found.sum[1].tolist() == [0.0, 4.0, 8.0, 2.0] + [0.0] * (WIDTH - 4), case.name
 
 
 def a_low_rank_edit_sets_what_its_rows_read(pair_site: Op, single_site: Op) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from midstream.kernels.plan import Does, SitePlan
+from midstream.schemas.interventions import NEAR
 
 #: Unit roundoff of the arithmetic: half the distance between 1 and the next float32.
 U = 2.0**-24
@@ -143,6 +144,25 @@ def _clamp(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: to
         _change(state, strength * (wanted - component) * v, (strength * v).abs() * (off + FEW * (component.abs() + wanted.abs())))
 
 
+def _feature(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype) -> None:
+    (strength, target, bias, threshold), d = scalars, rounded(vectors[3], dtype)
+    encoder = sum(rounded(vectors[part], dtype) for part in range(3))
+    assert isinstance(encoder, torch.Tensor)
+    component, off = _dot(state, encoder)
+    reading, off = component + bias, off + FEW * (component.abs() + bias.abs())
+    room = 2 * NEAR * ((state.row * encoder).abs().sum() + bias.abs()) + off
+    unsure = torch.zeros(())
+    if (reading - threshold).abs() <= off:  # it jumps there
+        state.open, unsure = True, reading.abs() + off
+    activation = torch.where(reading > threshold, reading, 0.0)
+    gap, known = target - activation, off if reading > threshold else 0.0
+    if gap == 0 and not unsure:
+        return
+    if gap.abs() <= room:
+        state.open, unsure = True, unsure + room
+    _change(state, strength * gap * d, (strength * d).abs() * (known + unsure + FEW * (target.abs() + activation)))
+
+
 #: In the order in which they are applied.
 ORDER: dict[str, Callable[..., None]] = {
     "replace": _replace,
@@ -152,4 +172,5 @@ ORDER: dict[str, Callable[..., None]] = {
     "add_matched": _add_matched,
     "ablate": _ablate,
     "clamp": _clamp,
+    "feature": _feature,
 }

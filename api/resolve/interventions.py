@@ -13,7 +13,7 @@ import numpy as np
 
 from ...schemas.base import to_msgpack
 from ...schemas.dtypes import DTYPES
-from ...schemas.interventions import FAMILIES, MAX_RANK, STEERING_FIELDS, TENSORS, VARIANTS, Intervention, Number
+from ...schemas.interventions import MAX_RANK, PLAIN, STEERING_FIELDS, TENSORS, VARIANTS, Intervention, Number
 from ...schemas.selectors import STREAM_HOOKS, Hook, PositionSelector, resolve_hook, resolve_layers
 from ...schemas.specs import SteeringSpec
 from ...schemas.steering import SteeringTemplate
@@ -158,7 +158,7 @@ def check_limit(family: Intervention, number: Number, value: float) -> None:
 
 Rule = tuple[str, Callable[[SteeringSpec, Bounds], Any]]
 
-NUMBERS = tuple(dict.fromkeys(name for family in FAMILIES for name in numbers_of(family)))
+NUMBERS = tuple(dict.fromkeys(name for family in PLAIN for name in numbers_of(family)))
 GIVEN = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.tensors))
 OPTIONS = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.options))
 
@@ -187,7 +187,7 @@ def resolve_entry(spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, 
         hook=made["hook"],
         positions=spec.positions or "all",
         family=family.name,
-        tensors=[_keep(getattr(spec, field), blobs) for field in family.tensors],
+        tensors=[keep(getattr(spec, field), blobs) for field in family.tensors],
         scale=made["scale"] if family.scale is not None else 1.0,
         numbers=[made[number.name] for number in family.numbers],
         rank=_rank(spec) if family.ranked else 0,
@@ -203,7 +203,7 @@ def reach_of(spec: SteeringSpec) -> float:
     return _largest(spec.vector) * abs(scale.default if spec.scale is None else spec.scale)
 
 
-def _keep(tensor: Tensor, blobs: dict[str, bytes]) -> str:
+def keep(tensor: Tensor, blobs: dict[str, bytes]) -> str:
     name = content_hash(tensor)
     if name not in blobs:
         blobs[name] = to_msgpack(tensor)

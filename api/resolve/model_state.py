@@ -10,6 +10,7 @@ from ...schemas.keys import Caller, shown
 from ...schemas.source_runs import Run, RunPrompt, RunState, RunView
 from ...schemas.specs import PatchSpec
 from ...schemas.steering import GlobalSteering, Module
+from .features import NONE, Named
 
 #: What the reading of a run's files may say → what the run is then.
 STATE_OF_KIND: dict[str, RunState] = {"gone": "deleted", "capture_failed": "failed", "capture_damaged": "failed", "conflict": "pending"}
@@ -24,6 +25,7 @@ class ModelState:
     names: Sequence[str] = ()  # of all modules
     runs: Mapping[str, RunView] = field(default_factory=dict)  # by what the request calls them: a name, or a job's id
     run_names: Sequence[str] = ()  # of all runs
+    features: Named = NONE  # that steering names
 
 
 NOTHING = ModelState()

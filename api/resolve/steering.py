@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from ...schemas.base import from_msgpack
-from ...schemas.errors import invalid
+from ...schemas.errors import MidstreamError, invalid
 from ...schemas.interventions import FAMILY
 from ...schemas.limits import MAX_ENTRIES, MAX_JOB_EDITS
 from ...schemas.models import ModelInfo
@@ -19,6 +19,7 @@ from ...schemas.specs import MAX_STEERING_ROWS, PatchSpec, SteeringRow, Steering
 from ...schemas.steering import GlobalSteering, Module, SteeringTemplate
 from ...schemas.tensors import Tensor
 from .captures import Bounds, apply_rules, positions_of_each
+from .features import NONE, Named, plain_spec, resolve_feature
 from .interventions import check_limit, limit_of, reach_of, resolve_entry
 from .model_state import NOTHING, ModelState, unknown_module
 from .patches import resolve_patches
@@ -191,8 +192,23 @@ def _check_each(per_prompt: Sequence[list[StoredSteering]], field: str, model: M
 def _parts(spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState, blobs: dict[str, bytes]) -> list[Part]:
     if spec.module is not None:
         return _parts_of_module(spec, bounds, at, model_state)
-    entry, positions = resolve_entry(spec, bounds, at, blobs)
+    entry, positions = _entry_of(spec, bounds, at, blobs, model_state.features)
     return [Part(entry, 1.0, positions)]
+
+
+def _entry_of(
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: Named
+) -> tuple[SteeringTemplate, list[PositionSelector]]:
+    """An entry other than a module, and its positions in each prompt."""
+    plain = plain_spec(spec, features)
+    if plain.sae is not None:
+        return resolve_feature(spec, bounds, at, blobs, features)
+    try:
+        return resolve_entry(plain, bounds, at, blobs)
+    except MidstreamError as error:
+        if spec.sae is None or error.field != f"{at}.scale":
+            raise
+        raise invalid(f"{at}.value", error.detail, error.allowed) from error
 
 
 # --- Any request -------------------------------------------------------------------------------------------------------
@@ -212,7 +228,7 @@ class Content:
         return sum(len(from_msgpack(raw, Tensor).data) for raw in self.blobs.values())
 
 
-def resolve_module(specs: Sequence[SteeringSpec], model: ModelInfo) -> Content:
+def resolve_module(specs: Sequence[SteeringSpec], model: ModelInfo, features: Named = NONE) -> Content:
     """What a named module is to do. Raises a 400 naming the field."""
     blobs: dict[str, bytes] = {}
     entries = []
@@ -221,9 +237,9 @@ def resolve_module(specs: Sequence[SteeringSpec], model: ModelInfo) -> Content:
             raise invalid(f"steering[{index}].module", "a module cannot refer to another module: give its entries")
         if spec.positions == []:
             raise invalid(f"steering[{index}].positions", NO_POSITION)
-        entries.append(resolve_entry(spec, Bounds(model, []), f"steering[{index}]", blobs)[0])
+        entries.append(_entry_of(spec, Bounds(model, []), f"steering[{index}]", blobs, features)[0])
     _check_room([_anywhere(entry) for entry in entries], "", model)
-    return Content(entries, [reach_of(spec) for spec in specs], blobs)
+    return Content(entries, [reach_of(plain_spec(spec, features)) for spec in specs], blobs)
 
 
 def resolve_everyone(specs: Sequence[SteeringSpec], model: ModelInfo, model_state: ModelState) -> Content:

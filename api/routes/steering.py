@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import anyio.to_thread
@@ -93,7 +93,8 @@ async def put_module(
 ) -> Response[ModuleView]:
     context = context_of(request)
     info = await context.the_model(data.model or model)
-    content = await anyio.to_thread.run_sync(steering.resolve_module, data.steering, info)
+    features = await context.features(info, data.steering)
+    content = await anyio.to_thread.run_sync(steering.resolve_module, data.steering, info, features)
     caller = caller_of(request)
     module = Module(
         name=scoped(caller.tenant, name),
@@ -199,6 +200,7 @@ async def put_global(data: JSONBody[GlobalRequest], request: JsonRequest, model:
     context = context_of(request)
     info = await context.the_model(data.model or model)
     model_state = await context.model_state(info.name, steering.modules_named(data.steering), caller_of(request))
+    model_state = replace(model_state, features=await context.features(info, data.steering))
     content = await anyio.to_thread.run_sync(steering.resolve_everyone, data.steering, info, model_state)
     desired = await change(context.steering, context.settings, info, content.entries, content.blobs)
     return await _global(context, info.name, desired, caller_of(request))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sae_rows import FORMS, ROOT
 
-from midstream.schemas.sae_files import SaeError, decoder_row, feature_of, reading, tensor_of
+from midstream.schemas.sae_files import SaeError, decoder_row, feature_of, reading, tensors_of
 from midstream.workers.runner import sae
 from midstream.workers.runner.sae import Autoencoder, load
 
@@ -60,18 +60,19 @@ def test_the_top_features_are_the_largest_activations_in_any_chunks(
 @pytest.mark.parametrize("name", RULED)
 def test_a_feature_alone_has_the_activation_that_sae_lens_gives_it(name: str, theirs: Mapping[str, np.ndarray]) -> None:
     with reading(ROOT / name) as (content, file):
+        tensors = tensors_of(content.form, file)
         for number in range(content.form.d_sae):
-            rule = feature_of(content.form, file, number)
+            rule = feature_of(content.form, tensors, number)
             over = theirs["rows"].astype(np.float64) @ rule.encoder + rule.bias
             np.testing.assert_allclose(np.where(over > rule.threshold, over, 0), theirs[f"{name}.activations"][:, number], **TOLERANCE)
-            assert (rule.decoder == tensor_of(file, "W_dec")[number]).all()
+            assert (rule.decoder == tensors["W_dec"][number]).all()
 
 
 @pytest.mark.parametrize("name", [*RULED, "topk", "rescaled", "flat"])
 def test_a_decoder_row_is_what_one_more_unit_of_activation_adds(name: str, theirs: Mapping[str, np.ndarray]) -> None:
     autoencoder = loaded(name)
     with reading(ROOT / name) as (content, file):
-        row = decoder_row(content.form, file, 3)
+        row = decoder_row(content.form, tensors_of(content.form, file), 3)
     activations = torch.tensor(theirs[f"{name}.activations"][:1])
     more = activations.clone()
     more[0, 3] += 1
@@ -84,7 +85,7 @@ def test_a_decoder_row_is_what_one_more_unit_of_activation_adds(name: str, their
 )
 def test_a_feature_that_is_no_rule_of_its_own_weights_is_refused(name: str, says: str) -> None:
     with reading(ROOT / name) as (content, file), pytest.raises(SaeError, match=says):
-        feature_of(content.form, file, 0)
+        feature_of(content.form, tensors_of(content.form, file), 0)
 
 
 def test_files_of_another_content_are_not_loaded() -> None:

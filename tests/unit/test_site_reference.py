@@ -58,6 +58,8 @@ def test_the_kit_detects_a_slightly_wrong_row(name: str, dtype: torch.dtype) -> 
         does = lowrank(0.5, *torch.randn(2, 2, WIDTH), torch.randn(2))
     elif name == "replace_masked":
         does = does._replace(vectors=some_of(does.vectors))
+    elif name == "feature":
+        does = Does(torch.randn(4, WIDTH), (1.0, 50.0, 0.1, 0.2))
     case = Case(SitePlan(WIDTH, [{name: does}], {1: [1]}), torch.randn(3, WIDTH).to(dtype), torch.randn(3, WIDTH).to(dtype), 4, 3, "known")
 
     def off(hidden: torch.Tensor, residual: torch.Tensor, *rest: torch.Tensor) -> None:

@@ -35,12 +35,16 @@ FORMULAS: dict[Family, tuple[list[float], Any]] = {
     "add": ([], lambda s: s + V),
     "add_matched": ([0.1], lambda s: s + 0.1 * np.linalg.norm(s, axis=-1, keepdims=True) * UNIT),
     "ablate": ([1.0], lambda s: s - (s @ UNIT)[:, None] * UNIT),
+    "feature": (
+        [0.5, 2.0, -0.1, 0.2],
+        lambda s: s + 0.5 * (2.0 - np.where((p := s @ (V + R[0] + R[1]) - 0.1) > 0.2, p, 0))[:, None] * UNIT,
+    ),
     "clamp": ([1.0, -2.0, 3.0], lambda s: s + (np.clip(s @ UNIT, -2, 3) - s @ UNIT)[:, None] * UNIT),
 }
 
 
 def entry(rank: Rank, family: Family, *, hook: str = "pre_attn", positions: Any = "all", layers: Sequence[int] = (0,)) -> StoredSteering:
-    named = {"lowrank": (R, M, B), "replace_masked": (V, MASK)}
+    named = {"lowrank": (R, M, B), "replace_masked": (V, MASK), "feature": (V, R[0], R[1], UNIT)}
     tensors = [rank.vector(each) for each in named.get(family, (V,))]
     return steering(tensors, list(layers), hook, positions, family, FORMULAS[family][0], rank=2 if family == "lowrank" else 0)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...schemas.sae_files import SaeError, reading, tensor_names, tensor_of
+from ...schemas.sae_files import SaeError, reading, tensors_of
 from ...schemas.saes import SaeForm
 
 #: Bytes of the activations that are dense at a time: rows are encoded in chunks of at most so many.
@@ -125,5 +125,5 @@ def load(folder: Path, digest: str) -> Autoencoder:
         if content.digest != digest:
             detail = f"its files have changed since it was registered (now {content.digest[:12]} instead of {digest[:12]})"
             raise SaeError(f"{detail}: register it again")
-        tensors = {name: torch.from_numpy(np.array(tensor_of(file, name))) for name in tensor_names(content.form)}
+        tensors = {name: torch.from_numpy(np.array(tensor)) for name, tensor in tensors_of(content.form, file).items()}
     return Autoencoder(content.form, tensors)

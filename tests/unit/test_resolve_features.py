@@ -1,0 +1,164 @@
+"""Steering by a feature becomes vectors and numbers that do what it says; what an autoencoder cannot do is refused by field."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from sae_rows import D_IN, D_SAE, ROOT
+
+from midstream.api.resolve.captures import Bounds, PromptFacts
+from midstream.api.resolve.features import FeatureFiles, Named, check_specs
+from midstream.api.resolve.model_state import ModelState
+from midstream.api.resolve.saes import resolve_sae
+from midstream.api.resolve.steering import resolve_edits, resolve_everyone, resolve_module
+from midstream.kernels import reference
+from midstream.kernels.plan import SitePlan, does_of
+from midstream.schemas.base import from_msgpack
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.models import ModelInfo
+from midstream.schemas.saes import Sae, SaeRequest
+from midstream.schemas.selectors import HOOKS
+from midstream.schemas.specs import SteeringSpec, StoredSteering
+from midstream.schemas.tensors import Tensor, to_numpy
+from midstream.workers.runner.sae import load
+
+MODEL = ModelInfo(
+    name="tiny", version="1", architecture="T", num_layers=4, hidden_size=D_IN, vocab_size=9, max_model_len=99, dtype="float32",
+    hooks=list(HOOKS), tokenizer="",
+)  # fmt: skip
+RULED = ["standard", "bare", "jumprelu", "gated", "gemma_scope"]
+
+
+def registered(name: str, model: ModelInfo = MODEL) -> Sae:
+    place = {"hook": "post_block", "layer": 1} if name == "gemma_scope" else {}
+    return resolve_sae(SaeRequest(name=name, path=name, **place), model, str(ROOT))  # type: ignore[arg-type]
+
+
+def named(*specs: SteeringSpec, model: ModelInfo = MODEL) -> Named:
+    saes = {spec.sae: registered(spec.sae, model) for spec in specs if spec.sae}
+    rows = {}
+    for name, features in check_specs(specs, saes).items():
+        rows |= {(name, feature): each for feature, each in FeatureFiles(str(ROOT)).read(saes[name], features).items()}
+    return Named(saes, rows)
+
+
+def resolved(spec: SteeringSpec, model: ModelInfo = MODEL) -> tuple[StoredSteering, list[torch.Tensor]]:
+    state = ModelState(features=named(spec, model=model))
+    per_prompt, blobs = resolve_edits([], [spec], Bounds(model, [PromptFacts(5)]), state)
+    ((entry,),) = per_prompt
+    return entry, [torch.tensor(to_numpy(from_msgpack(blobs[name], Tensor))) for name in entry.tensors]
+
+
+def steered(spec: SteeringSpec, rows: torch.Tensor, dtype: str = "float32") -> torch.Tensor:
+    """What the kernels make of rows `[n, d_in]`."""
+    entry, tensors = resolved(spec, msgspec.structs.replace(MODEL, dtype=dtype))
+    assert (entry.hook, entry.layers) == ("post_block", [1])
+    does = does_of(entry.family, entry.numbers, tensors, entry.scale)
+    plan = SitePlan(D_IN, [{entry.family: does}], {token: [1] for token in range(len(rows))})
+    stream = rows.clone()
+    reference.single_site(stream, torch.zeros(1, D_IN, dtype=rows.dtype), *plan.build(len(rows), rows.dtype))
+    return stream
+
+
+@pytest.fixture(scope="module")
+def rows() -> torch.Tensor:
+    with np.load(ROOT / "rows.npz") as arrays:
+        return torch.tensor(arrays["rows"])
+
+
+@pytest.mark.parametrize("name", RULED)
+@pytest.mark.parametrize(("op", "value"), [("clamp", 1.5), ("ablate", None), ("add", -0.75)])
+def test_one_activation_changes_and_the_reconstruction_error_stays(name: str, op: str, value: float | None, rows: torch.Tensor) -> None:
+    sae = load(ROOT / name, registered(name).digest)
+    before = sae.encode(rows)
+    feature = int((before > 0).sum(0).argmax())
+    wanted = before.clone()
+    wanted[:, feature] = before[:, feature] + value if op == "add" and value else value or 0.0
+    found = steered(SteeringSpec(sae=name, feature=feature, op=op, value=value), rows)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, rows - sae.decode(before) + sae.decode(wanted), atol=3e-6, rtol=1e-5)
+    assert (found != rows).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", RULED)
+def test_clamping_to_the_present_value_changes_no_bit(name: str, dtype: str, rows: torch.Tensor) -> None:
+    held = rows.to(getattr(torch, dtype))
+    top = load(ROOT / name, registered(name).digest).top(held, 3)
+    for row, indices, values in zip(held, top.indices, top.activations, strict=True):
+        for feature, value in zip(indices.tolist(), values.tolist(), strict=True):
+            spec = SteeringSpec(sae=name, feature=feature, op="clamp", value=value)
+            assert torch.equal(steered(spec, row[None], dtype), row[None]), (feature, value)
+            assert not torch.equal(steered(msgspec.structs.replace(spec, value=value + 0.5), row[None], dtype), row[None])
+
+
+def test_an_inactive_feature_is_ablated_already(rows: torch.Tensor) -> None:
+    inactive = load(ROOT / "jumprelu", registered("jumprelu").digest).encode(rows)[:, 5] == 0
+    found = steered(SteeringSpec(sae="jumprelu", feature=5, op="ablate"), rows)
+    assert torch.equal(found[inactive], rows[inactive])
+    assert inactive.any()
+    assert (found[~inactive] != rows[~inactive]).any(1).all()
+
+
+def test_three_parts_in_bfloat16_add_up_to_the_encoder() -> None:
+    spec = SteeringSpec(sae="gated", feature=3, op="ablate")
+    whole = resolved(spec)[1]
+    parts = resolved(spec, msgspec.structs.replace(MODEL, dtype="bfloat16"))[1]
+    assert torch.equal(parts[0] + parts[1] + parts[2], whole[0])
+    assert all(torch.equal(part, part.bfloat16().float()) for part in parts[:3])
+    assert not whole[1].any()
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "says"),
+    [
+        ({"feature": 3}, "feature", "is not valid without `sae`"),
+        ({"value": 3.0}, "value", "is not valid without `sae`"),
+        ({"sae": "standard", "value": 1.0}, "feature", "is required with sae"),
+        ({"sae": "standard", "feature": D_SAE, "value": 1.0}, "feature", "has no feature 32"),
+        ({"sae": "standard", "feature": 3}, "value", "is required for op 'add'"),
+        ({"sae": "standard", "feature": 3, "op": "ablate", "value": 1.0}, "value", "is not valid for op 'ablate'"),
+        ({"sae": "standard", "feature": 3, "op": "replace", "value": 1.0}, "op", "'replace' is not valid with sae"),
+        ({"sae": "standard", "feature": 3, "op": "clamp", "value": 1e7}, "value", "1e+07 is out of range"),
+        ({"sae": "standard", "feature": 3, "op": "add", "value": 1e7}, "value", "1e+07 is out of range"),
+        ({"sae": "standard", "feature": 3, "value": 1.0, "layers": 1}, "layers", "is not valid together with sae"),
+        ({"sae": "standard", "feature": 3, "value": 1.0, "module": "joy"}, "module", "is not valid together with sae"),
+        ({"sae": "topk", "feature": 3, "op": "clamp", "value": 1.0}, "sae", "depends on all other features of the token"),
+        ({"sae": "layer_norm", "feature": 3, "op": "ablate"}, "sae", "normalises each row (layer_norm)"),
+        ({"sae": "constant_norm", "feature": 3, "op": "add", "value": 1.0}, "sae", "normalises each row (constant_norm_rescale)"),
+        ({"sae": "standard", "feature": 3, "value": 1.0, "positions": [9]}, "positions", "position 9 is out of range"),
+        ({"sae": "standard", "feature": 3, "op": "ablate", "positions": [9]}, "positions", "position 9 is out of range"),
+    ],
+)
+def test_what_an_autoencoder_cannot_do_is_refused_by_field(spec: dict[str, Any], field: str, says: str) -> None:
+    with pytest.raises(MidstreamError) as refused:
+        resolved(SteeringSpec(**spec))
+    assert refused.value.kind == "invalid_request"
+    assert str(refused.value.field).startswith(f"steering[0].{field}")
+    assert says in refused.value.detail
+
+
+def test_more_features_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midstream.api.resolve.features.MAX_FEATURES", 2)
+    specs = [SteeringSpec(sae="standard", feature=feature, op="ablate") for feature in (1, 2, 2, 3)]
+    with pytest.raises(MidstreamError, match="names 3 features"):
+        named(*specs)
+    assert set(named(*specs[:3]).rows) == {("standard", 1), ("standard", 2)}
+
+
+def test_modules_and_global_steering_take_features() -> None:
+    specs = [SteeringSpec(sae="standard", feature=2, op="clamp", value=3.0), SteeringSpec(sae="topk", feature=1, op="add", value=-2.0)]
+    features = named(*specs)
+    for content in (resolve_module(specs, MODEL, features), resolve_everyone(specs, MODEL, ModelState(features=features))):
+        assert [entry.family for entry in content.entries] == ["feature", "add"]
+        assert content.entries[0].numbers[:2] == [1.0, 3.0]
+        assert len(content.blobs) == 4  # the middle part of an encoder is its last: zeros
+
+
+def test_files_that_have_changed_since_are_refused(tmp_path: Path) -> None:
+    sae = msgspec.structs.replace(registered("standard"), digest="0" * 64)
+    with pytest.raises(MidstreamError, match="have changed since it was registered") as refused:
+        FeatureFiles(str(ROOT)).read(sae, [1])
+    assert refused.value.field == "sae"
