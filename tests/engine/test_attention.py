@@ -1,13 +1,63 @@
 """Attention patterns of captured queries and keys are transformers' eager attentions. Real vLLM, tiny models in fp32."""
 
-import pytest
-from host import Host
-from tiny import LAYERS
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 
+import msgspec
+import numpy as np
+import pytest
+import torch
+from families import checkpoint
+from host import Host, prompt_of
+from tiny import LAYERS
+from tolerances import FP32_ATTENTION
+from transformers import AutoModelForCausalLM
+
+from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
+from midstream.client.captures.patterns import attention_of
+from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.attention import AttentionKind
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.models import ModelInfo
+from midstream.schemas.specs import CaptureSpec
 
 #: Of the tiny models whose heads have a width of their own.
 HEADS, HEAD_DIM = 4, 32
+QUERIES_AND_KEYS = CaptureSpec(hooks={"q": "all", "k": "all"}, positions="all", at="after")
+#: Every kind that is served: plain, window in all or in some layers, softcap, sinks, chunks, fused projections, the Transformers backend.
+FAMILIES = ["mistral", "gemma2", "gemma3", "gpt2", "phi3", "qwen3", "olmo2", "gpt-oss", "llama4", "cohere2", "granite"]
+
+
+def transformers_patterns(path: Path, tokens: Sequence[int]) -> list[np.ndarray]:
+    """Of each layer its eager attentions, float32 `[heads, query, key]`."""
+    with torch.no_grad():
+        found = _eager(path)(torch.tensor([list(tokens)]), output_attentions=True).attentions
+    return [each[0].numpy() for each in found]
+
+
+@cache
+def _eager(path: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def captured(
+    host: Host, *prompts: list[int], spec: CaptureSpec = QUERIES_AND_KEYS, max_tokens: int = 4
+) -> list[tuple[CaptureReader, list[int]]]:
+    """Of each prompt, run together: its capture, and its tokens with those generated."""
+    info = msgspec.convert(host.info, ModelInfo)
+    jobs = []
+    for prompt in prompts:
+        bounds = Bounds(info, [PromptFacts(len(prompt))], max_tokens)
+        jobs.append(msgspec.structs.replace(host.job(prompt, max_tokens=max_tokens), captures=resolve_captures(spec, bounds)))
+    outputs = host.run(*jobs)
+    return [(host.capture(job), [*prompt, *outputs[job.id][0].token_ids]) for job, prompt in zip(jobs, prompts, strict=True)]
+
+
+def largest_error(reader: CaptureReader, tokens: Sequence[int], path: Path) -> float:
+    """Over all layers and heads, of every query's attention to every key. The last token was never fed back."""
+    expected = transformers_patterns(path, tokens[:-1])
+    return max(float(np.abs(reader.attention(layer) - pattern).max()) for layer, pattern in enumerate(expected))
 
 
 @pytest.mark.parametrize("engine", ["v1", "tp2", "pp2"])
@@ -19,3 +69,38 @@ def test_the_model_reports_how_its_layers_attend(engine: str, request: pytest.Fi
         name: getattr(AttentionKind(layers=list(range(LAYERS)), heads=HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5), name)
         for name in kind
     }
+
+
+@pytest.mark.parametrize("engine", ["v1"])
+def test_patterns_are_transformers_on_every_engine(engine: str, llama: Path, qwen3: Path, request: pytest.FixtureRequest) -> None:
+    """Of prompts in one batch, prefilled in chunks where steps are short; a second time with a cached prefix where there is one."""
+    host: Host = request.getfixturevalue(engine)
+    path = qwen3 if engine in ("tp2", "pp2") else llama
+    long, short = prompt_of(140), prompt_of(12, seed=5)
+    for reader, tokens in [*captured(host, long, short), *captured(host, [*long[:130], *short])]:
+        assert largest_error(reader, tokens, path) <= FP32_ATTENTION
+        assert reader.attention(0, [1], queries=[-1]).shape == (1, 1, len(tokens) - 1)
+
+
+def test_a_pattern_needs_the_keys_that_its_queries_see(v1: Host) -> None:
+    spec = msgspec.structs.replace(QUERIES_AND_KEYS, positions="all_generated")
+    ((reader, _),) = captured(v1, prompt_of(9), spec=spec)
+    with pytest.raises(MidstreamError, match="the query of position 9 sees keys 0-9, of which 0-8 were not captured"):
+        reader.attention(1)
+    ((reader, _),) = captured(v1, prompt_of(9), spec=msgspec.structs.replace(QUERIES_AND_KEYS, hooks={"q": "all", "k": [2]}))
+    assert attention_of(reader).layers == [2]
+    with pytest.raises(MidstreamError, match="layer 1 was not captured at k"):
+        reader.attention(1)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", FAMILIES)
+def test_patterns_of_a_family_are_transformers(name: str, nurseries: Callable, tmp_path: Path) -> None:
+    """Prompts longer than the windows and chunks of the tiny models."""
+    path = checkpoint(name, tmp_path / name)
+    host = nurseries("v1").host(tmp_path / "engine", path, max_model_len=128, block_size=32, enforce_eager=True, hooks="all,inside")
+    try:
+        for reader, tokens in captured(host, prompt_of(60), prompt_of(7, seed=2)):
+            assert largest_error(reader, tokens, path) <= FP32_ATTENTION
+    finally:
+        host.close()

@@ -26,6 +26,8 @@ FP32_CANCELLED = 1e-5
 FP32_COMPONENT = 1e-6
 #: fp32, nats: log-probabilities of generated tokens against transformers' (logits of some tens, whose rows agree to FP32_ROWS).
 FP32_LOGPROBS = 1e-3
+#: fp32: a query's share of attention on one key, against transformers' eager attention: softmax of the same scores in another order.
+FP32_ATTENTION = 1e-5
 #: As FP32_ROWS, at every hook of every architecture, with edits four times as long as a row (measured: 7.3e-6, of Mixtral's experts).
 FP32_HOOKS = 2e-5
 #: fp32: (1 − α)·h + α·t against float64; four roundings.
