@@ -1,6 +1,7 @@
 """The certificate of a loaded model: which hook points were proven before the first request, by which laws, with which figures."""
 
 from .base import Published
+from .extensions import Extension
 
 
 class LawFigure(Published):
@@ -35,6 +36,7 @@ class Certificate(Published):
     readings: dict[str, str] = {}  # kind of reading (`lens`) → why it is not served after all
     laws: list[LawFigure] = []
     not_compared: dict[str, str] = {}  # law → why it was not checked
+    extensions: list[Extension] = []  # loaded on every rank, and what was found to hold of them
     caveats: list[str] = []  # those of every manifest: of options that are not proven, and of hooks in `unproven`, among others
 
     @property

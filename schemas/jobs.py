@@ -9,14 +9,28 @@ import msgspec
 from .base import Record
 from .chat import Conversation
 from .errors import Problem
+from .extensions import ReaderSpec
 from .handling import Callback, Priority
 from .images import ImageRef
 from .keys import DEFAULT_TENANT
 from .lens import LensSpec
-from .limits import MAX_INT64, MAX_PROMPTS, MAX_STOP_TEXT, MAX_STOP_TOKENS, MAX_STOPS, Count, Index, Metadata, Name, Text, TokenIds
+from .limits import (
+    MAX_INT64,
+    MAX_PROMPTS,
+    MAX_READERS,
+    MAX_STOP_TEXT,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    Count,
+    Index,
+    Metadata,
+    Name,
+    Text,
+    TokenIds,
+)
 from .loras import Adapted, LoraUse, StoredLora
 from .probes import ProbeList, ProbeResult, StoredProbe
-from .readings import LensReading
+from .readings import LensReading, ReaderReading
 from .specs import CaptureSpec, CaptureStatus, PatchList, SteeringList, StoredCapture, StoredSteering
 from .states import TERMINAL as TERMINAL
 from .states import TRANSITIONS as TRANSITIONS
@@ -29,6 +43,7 @@ Seed = Annotated[int, msgspec.Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]  # torch ta
 StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_TEXT)]
 StopTexts = Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)]
 StopTokens = Annotated[list[Index], msgspec.Meta(max_length=MAX_STOP_TOKENS)]
+ReaderList = Annotated[list[ReaderSpec], msgspec.Meta(max_length=MAX_READERS)]
 
 
 class Sampling(Record):
@@ -68,6 +83,7 @@ class JobRequest(Adapted, kw_only=True):
     patch: PatchList = []
     lens: LensSpec | None = None
     probes: ProbeList = []
+    readers: ReaderList = []
     metadata: Metadata = {}
 
 
@@ -264,6 +280,7 @@ class JobResult(Record):
     lora: LoraUse | None = None  # the adapter that it ran with
     lens: list[LensReading] | None = None  # one per prompt, if the request asked for one
     probes: list[ProbeResult] = []
+    readers: list[ReaderReading] | None = None  # of each prompt one per reader, in the request's order
 
 
 class JobPage(Record):

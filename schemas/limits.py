@@ -79,6 +79,10 @@ MAX_LENS_TOP = 100  # most likely tokens of a logit lens
 MAX_LENS_TOKENS = 64  # named tokens of a logit lens
 MAX_LENS_TOKEN = 256  # characters of one, by its text
 
+MAX_READERS = 8  # installed readers of one request
+MAX_OPTIONS = 16  # of a reader
+MAX_OPTION_TEXT = 256
+
 # --- Adapters ------------------------------------------------------------------------------------------------------------
 
 MAX_LORAS = 1024  # registered, of one model

@@ -6,6 +6,7 @@ from .attention import AttentionKind
 from .banks import RowShape
 from .base import Published, Record, to_msgpack
 from .certificates import Certificate
+from .extensions import Extension
 from .loras import LoraSupport
 from .specs import CaptureSpec
 
@@ -36,6 +37,7 @@ class ModelInfo(Published):
     global_captures: list[CaptureSpec] = []  # taken of every request
     grades: bool = False  # ranks answer `RankSpec.grade`: sweeps can run
     readings: dict[str, str] = {}  # kind of reading (`lens`) → why there is none; empty: it is served
+    extensions: list[Extension] = []  # loaded on every rank
     absent: dict[str, str] = {}  # hook that does not exist → why
     inside: dict[str, RowShape] = {}  # of `hooks`, those whose rows are not of the hidden size
     multimodal: bool = False  # takes images, here or elsewhere

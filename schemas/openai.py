@@ -1,4 +1,4 @@
-"""Requests and responses of the OpenAI-style endpoints, with `steering`, `patch`, `capture`, `lens` and `capture_wait` added.
+"""Requests and responses of the OpenAI-style endpoints, with `steering`, `patch`, `capture`, `lens`, `readers` and `capture_wait` added.
 
 Fields of OpenAI's that change nothing here (`user`, `store`, …) are accepted. Fields that we do not serve are accepted only
 at the value that asks for nothing (`ONLY`), and refused by name otherwise; any other field is unknown and refused as well.
@@ -14,12 +14,13 @@ from .base import Record
 from .certificates import Certificate
 from .chat import Conversation
 from .errors import Problem
-from .jobs import CaptureResults, Determinism, Prompt, Seed, StopText, StopTexts, StopTokens
+from .extensions import Extension
+from .jobs import CaptureResults, Determinism, Prompt, ReaderList, Seed, StopText, StopTexts, StopTokens
 from .lens import LensSpec
 from .limits import MAX_PROMPT_TOKENS, Count, Index, Label, Metadata, Name, Text
 from .loras import Adapted, LoraSupport
 from .probes import ProbeList, ProbeResult
-from .readings import LensReading
+from .readings import LensReading, ReaderReading
 from .specs import CaptureSpec, PatchList, SteeringList
 
 #: Field → the values that ask for nothing. Anything else is refused with the field's name.
@@ -85,6 +86,7 @@ class OpenAIRequest(Adapted, kw_only=True):
     patch: PatchList = []
     capture: CaptureSpec | None = None
     lens: LensSpec | None = None  # an answer with a lens is held for it
+    readers: ReaderList = []  # likewise
     probes: ProbeList = []
     #: Hold the answer until every capture is durable and every rank has reported. A steered answer is always held for the
     #: ranks' reports, so that an intervention which was not applied is never answered as if it were.
@@ -163,6 +165,7 @@ class Answer(Record, kw_only=True):
     capture_results: CaptureResults | UnsetType = UNSET
     determinism: Determinism | UnsetType | None = UNSET
     lens: list[LensReading] | UnsetType = UNSET  # one per prompt, if the request asked for one
+    readers: list[ReaderReading] | UnsetType = UNSET  # of each prompt one per reader, if the request asked for some
     #: Present with probes; in the last chunk of a stream.
     probes: list[ProbeResult] | UnsetType = UNSET
 
@@ -264,6 +267,7 @@ class ModelCard(Record):
     quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
     lora: LoraSupport | None = None  # what an adapter may change; null: none are served
     absent: dict[str, str] = {}  # hook point that is not served → why
+    extensions: list[Extension] = []  # what the operator installed beside Midstream, for `readers`
     certificate: Certificate | None = None  # only of `GET /v1/models/{name}`; null there: the model was not certified
     attention: list[AttentionKind] = []  # only of `GET /v1/models/{name}`: how its layers turn queries and keys into patterns
 

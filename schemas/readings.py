@@ -4,11 +4,14 @@ A reading rides on a capture (`StoredCapture.reading`). Its rows go to the rank'
 back in the receipt and are joined where results are made: see `broker.ledger.readings`.
 """
 
-from typing import ClassVar
+import math
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
+import numpy as np
 
 from .base import Record, Wire
+from .limits import MAX_INT64, MAX_OPTION_TEXT
 from .selectors import Hook
 
 #: The consumer that rows of a reading go to. No request can name it.
@@ -32,8 +35,34 @@ class StoredLens(Record, tag="lens", omit_defaults=True):
         return positions * (sites * (4 + 8 * self.top_k + 8 * len(self.tokens)) + POSITION_BYTES)
 
 
+#: What an option of an installed reader may be.
+OptionValue = (
+    bool
+    | Annotated[int, msgspec.Meta(ge=-MAX_INT64, le=MAX_INT64)]
+    | Annotated[float, msgspec.Meta(ge=-MAX_INT64, le=MAX_INT64)]
+    | Annotated[str, msgspec.Meta(max_length=MAX_OPTION_TEXT)]
+)
+
+
+class StoredReader(Record, tag="reader", omit_defaults=True):
+    """An installed reader after validation, see `schemas.extensions`. Ranks refuse it when they hold another version."""
+
+    name: str
+    digest: str  # of its package's files, as the ranks reported it when the job was accepted
+    row_bytes: int  # of the answer, for each captured row, at most
+    fixed_bytes: int = 0
+    options: dict[str, OptionValue] = {}  # all that it declares
+
+    #: The ranks of a stage hold equal rows: one reads them.
+    everywhere: ClassVar[bool] = False
+
+    def size(self, positions: int, sites: int) -> int:
+        """Bytes of the part of one rank, at most, its header aside."""
+        return self.fixed_bytes + positions * (sites * self.row_bytes + POSITION_BYTES)
+
+
 #: What may be read. A further kind is a member of the union, with `everywhere` and `size` as above.
-Reading = StoredLens
+Reading = StoredLens | StoredReader
 
 
 class LensPart(Wire, tag="lens"):
@@ -54,8 +83,45 @@ class LensPart(Wire, tag="lens"):
     above: bytes = b""  # int32 `[…, named]`: how many tokens of the shard have a larger logit
 
 
+#: dtypes of arrays that installed readers return, as numpy names them, and bytes of an element.
+ArrayDType = Literal["float32", "float64", "int32", "int64", "uint8", "bool"]
+ARRAY_BYTES: dict[str, int] = {"float32": 4, "float64": 8, "int32": 4, "int64": 8, "uint8": 1, "bool": 1}
+
+
+class Array(Record):
+    """An array of numbers: little-endian, in C order; in JSON `data` is base64 text."""
+
+    dtype: ArrayDType
+    shape: list[int]
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.data) != math.prod(self.shape) * ARRAY_BYTES[self.dtype]:
+            raise ValueError(f"data holds {len(self.data)} bytes, which is not {self.dtype} of shape {self.shape}")
+
+    def numpy(self) -> np.ndarray:
+        """The array, read-only."""
+        return np.frombuffer(self.data, dtype=np.dtype(self.dtype).newbyteorder("<")).reshape(self.shape)
+
+
+class ReaderPart(Wire, tag="reader"):
+    """What an installed reader returned on one pipeline stage, and which code it was."""
+
+    capture: int  # index in `RankSpec.captures`
+    name: str
+    package: str
+    version: str
+    digest: str
+    options: dict[str, OptionValue]
+    sites: dict[str, list[int]]  # hook → layers that the stage holds
+    of: int  # sites of the whole reading, over all stages
+    positions: list[int]  # absolute token positions
+    token_ids: list[int]  # the token at each position
+    arrays: dict[str, Array]
+
+
 #: A part of any kind.
-Part = LensPart
+Part = LensPart | ReaderPart
 part_decoder = msgspec.msgpack.Decoder(Part)
 
 
@@ -76,3 +142,24 @@ class LensReading(Record):
     named_tokens: list[int] = []
     named_ranks: list[list[list[int]]] = []
     named_logprobs: list[list[list[float]]] = []
+
+
+class ReaderResult(Record):
+    """What a reader returned of the sites of one pipeline stage."""
+
+    sites: dict[str, list[int]]  # hook → layers
+    positions: list[int]  # absolute token positions
+    token_ids: list[int]  # the token at each position
+    arrays: dict[str, Array]
+
+
+class ReaderReading(Record):
+    """What an installed reader returned of one prompt, and which code it was. An engine without pipeline stages has one part."""
+
+    request: int  # index of the prompt
+    name: str
+    package: str
+    version: str  # of the package
+    digest: str  # SHA-256 of the package's files
+    options: dict[str, OptionValue]
+    parts: list[ReaderResult]

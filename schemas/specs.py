@@ -50,25 +50,12 @@ PROBED = "probes"
 LAYERS_AND_HOOKS = "give either `hooks` or `hook` with `layers`, not both"
 
 
-class CaptureSpec(Record):
-    """Record rows of the residual stream or its branches. One row per (hook, layer, position): `[hidden_size]`.
-
-    `hooks` gives each hook point its own layers (`{"post_block": "all", "pre_attn": "0-17"}`) and replaces `hook`
-    and `layers`. `all_generated` names the generated tokens that were fed back to the model: the last sampled token
-    never is, so n generated tokens give n − 1 rows; with `every_n` only every n-th generated token, from the first.
-    """
+class SitesSpec(Record):
+    """Which sites: `hooks` gives each hook point its own layers, and replaces `hook` and `layers`."""
 
     layers: LayerSelector | None = None  # null: all
     hook: HookName | None = None  # null: post_block
     hooks: Annotated[dict[HookName, LayerSelector], msgspec.Meta(max_length=MAX_HOOKS)] | None = None
-    positions: RequestedPositions = "last_prompt"
-    every_n: Count = 1
-    at: At = "before"
-    dtype: RowDType = "model"
-    tag: Tag = "default"
-    layout: Layout = "auto"
-    consumers: Consumers = msgspec.field(default_factory=lambda: list(DEFAULT_CONSUMERS))
-    run: RunName | None = None  # keep the rows as a source run of this name, that others are patched with; needs `filesystem`
 
     def __post_init__(self) -> None:
         if self.hooks is not None and (self.hook is not None or self.layers is not None):
@@ -80,6 +67,24 @@ class CaptureSpec(Record):
     def wanted(self) -> dict[HookName, LayerSelector]:
         """Hook as the user named it → layers, whichever way it was written."""
         return self.hooks if self.hooks is not None else {self.hook or "post_block": "all" if self.layers is None else self.layers}
+
+
+class CaptureSpec(SitesSpec):
+    """Record rows of the residual stream or its branches. One row per (hook, layer, position): `[hidden_size]`.
+
+    `hooks` gives each hook point its own layers (`{"post_block": "all", "pre_attn": "0-17"}`) and replaces `hook`
+    and `layers`. `all_generated` names the generated tokens that were fed back to the model: the last sampled token
+    never is, so n generated tokens give n − 1 rows; with `every_n` only every n-th generated token, from the first.
+    """
+
+    positions: RequestedPositions = "last_prompt"
+    every_n: Count = 1
+    at: At = "before"
+    dtype: RowDType = "model"
+    tag: Tag = "default"
+    layout: Layout = "auto"
+    consumers: Consumers = msgspec.field(default_factory=lambda: list(DEFAULT_CONSUMERS))
+    run: RunName | None = None  # keep the rows as a source run of this name, that others are patched with; needs `filesystem`
 
 
 class SteeringSpec(Record):

@@ -13,6 +13,7 @@ import msgspec
 
 from ...schemas.banks import RESIDUAL, banks_of
 from ...schemas.errors import MidstreamError, invalid
+from ...schemas.extensions import ReaderSpec
 from ...schemas.images import ImageRef
 from ...schemas.lens import LensSpec
 from ...schemas.models import ModelInfo
@@ -30,7 +31,7 @@ from ...schemas.selectors import (
     resolve_positions,
     resolve_sites,
 )
-from ...schemas.specs import DEFAULT_CONSUMERS, CaptureSpec, PatchSpec, SteeringSpec, StoredCapture, memory_bytes
+from ...schemas.specs import DEFAULT_CONSUMERS, CaptureSpec, PatchSpec, SitesSpec, SteeringSpec, StoredCapture, memory_bytes
 from ...schemas.steering import SteeringTemplate
 from . import global_capture
 
@@ -62,7 +63,7 @@ def has_text(positions: RequestedPositions) -> bool:
     return any(isinstance(item, Span) and item.text is not None for item in (positions if isinstance(positions, list) else [positions]))
 
 
-Spec = CaptureSpec | SteeringSpec | PatchSpec | LensSpec
+Spec = CaptureSpec | SteeringSpec | PatchSpec | LensSpec | ReaderSpec
 
 
 # --- Rules of both ---------------------------------------------------------------------------------------------------
@@ -114,17 +115,17 @@ def apply_rules(rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]], spec:
 # --- Rules of capture ------------------------------------------------------------------------------------------------
 
 
-def _sites(spec: CaptureSpec, bounds: Bounds) -> dict[Hook, list[int]]:
+def _sites(spec: SitesSpec, bounds: Bounds) -> dict[Hook, list[int]]:
     return resolve_sites(spec.wanted, bounds.model.num_layers, bounds.model.hooks, bounds.model.absent)
 
 
-def _one_hook(spec: CaptureSpec, bounds: Bounds) -> None:
+def _one_hook(spec: SitesSpec, bounds: Bounds) -> None:
     """`hook` and `layers`, the short form, by the field that is wrong."""
     if spec.hooks is None:
         one_hook(spec.hook or "post_block", bounds)
 
 
-def _all_layers(spec: CaptureSpec, bounds: Bounds) -> None:
+def _all_layers(spec: SitesSpec, bounds: Bounds) -> None:
     if spec.layers is not None:
         resolve_layers(spec.layers, bounds.model.num_layers)
 
@@ -145,10 +146,11 @@ def _run(spec: CaptureSpec, bounds: Bounds) -> None:
         raise ValueError(f"requires the consumer 'filesystem' (consumers: {', '.join(spec.consumers) or 'none'}): add it, or omit run")
 
 
+#: What `hooks` gives are the sites, whichever way they were written.
+SITE_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (("hook", _one_hook), ("layers", _all_layers), ("hooks", _sites))
+
 CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
-    ("hook", _one_hook),
-    ("layers", _all_layers),
-    ("hooks", _sites),
+    *SITE_RULES,
     ("positions", positions_of_each),
     ("consumers", _consumers),
     ("run", _run),

@@ -15,6 +15,7 @@ from ...schemas.readings import READER, StoredLens
 from ...schemas.selectors import RequestedPositions, SelectorError, resolve_hook, resolve_layers
 from ...schemas.specs import StoredCapture
 from .captures import Bounds, apply_rules, one_hook, positions_of_each
+from .readers import resolve_reader
 from .tokenizer import Codec, TooLong
 
 if TYPE_CHECKING:
@@ -71,22 +72,37 @@ def _lens(spec: LensSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
 
 # --- All readings --------------------------------------------------------------------------------------------------------
 
-#: Field of a request → (kind of reading, as workers report it; one capture per prompt of what it asks).
-READINGS: dict[str, tuple[str, Callable[[Any, Bounds, str], list[StoredCapture]]]] = {"lens": ("lens", _lens)}
+#: Field of a request → (kind of reading, as workers report it; one capture per prompt of what it asks). A field may hold a list.
+READINGS: dict[str, tuple[str, Callable[[Any, Bounds, str], list[StoredCapture]]]] = {
+    "lens": ("lens", _lens),
+    "readers": ("reader", resolve_reader),
+}
 
 
 def asked(parsed: "ParsedRequest") -> dict[str, Any]:
-    """Field → spec of each reading that a request asks for."""
-    return {field: spec for field in READINGS if (spec := getattr(parsed, field)) is not None}
+    """Field → spec, or specs, of each reading that a request asks for."""
+    return {field: spec for field in READINGS if (spec := getattr(parsed, field))}
+
+
+def _each(parsed: "ParsedRequest") -> list[tuple[str, str, Any]]:
+    """(Field, where in the body, spec) of each reading."""
+    found = []
+    for field, spec in asked(parsed).items():
+        many = spec if isinstance(spec, list) else None
+        found += [(field, field, spec)] if many is None else [(field, f"{field}[{index}]", one) for index, one in enumerate(many)]
+    return found
 
 
 def resolve_readings(parsed: "ParsedRequest", bounds: Bounds) -> list[tuple[str, list[StoredCapture]]]:
-    """(Field, one capture per prompt) of each reading. Raises a 400 naming the field."""
-    found = []
-    for field, spec in asked(parsed).items():
+    """(Where in the body, one capture per prompt) of each reading. Raises a 400 naming the field."""
+    found: list[tuple[str, list[StoredCapture]]] = []
+    for field, at, spec in _each(parsed):
         kind, resolve = READINGS[field]
-        _check_served(kind, field, bounds.model)
-        found.append((field, resolve(spec, bounds, field)))
+        _check_served(kind, at, bounds.model)
+        captures = resolve(spec, bounds, at)
+        if twin := next((other for other, before in found if before == captures), ""):
+            raise invalid(at, f"asks the same as {twin}", allowed="omit one of them")
+        found.append((at, captures))
     return found
 
 
@@ -98,7 +114,7 @@ def _check_served(kind: str, field: str, model: ModelInfo) -> None:
 
 def positions_asked(parsed: "ParsedRequest") -> list[tuple[str, RequestedPositions]]:
     """(Field, positions) of each reading."""
-    return [(f"{field}.positions", spec.positions) for field, spec in asked(parsed).items()]
+    return [(f"{at}.positions", spec.positions) for _, at, spec in _each(parsed)]
 
 
 async def with_token_ids(spec: LensSpec | None, codec: Codec) -> LensSpec | None:

@@ -10,6 +10,7 @@ from msgspec import UNSET
 
 from ...schemas.chat import ChatMessage, ImagePart, PlainMessage, TextPart
 from ...schemas.errors import invalid
+from ...schemas.extensions import ReaderSpec
 from ...schemas.handling import Handling, handling_of
 from ...schemas.jobs import JobRequest, Sampling
 from ...schemas.lens import LensSpec
@@ -48,6 +49,7 @@ class ParsedRequest:
     steering: list[SteeringSpec] = field(default_factory=list)
     patch: list[PatchSpec] = field(default_factory=list)
     lens: LensSpec | None = None
+    readers: list[ReaderSpec] = field(default_factory=list)
     stream: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
     handling: Handling = field(default_factory=Handling)
@@ -73,6 +75,7 @@ def parse_job(body: JobRequest) -> ParsedRequest:
         steering=body.steering,
         patch=body.patch,
         lens=body.lens,
+        readers=body.readers,
         metadata=body.metadata,
         handling=handling_of(body),
         lora=body.lora,
@@ -94,6 +97,7 @@ def parse_completion(body: CompletionRequest) -> ParsedRequest:
         steering=body.steering,
         patch=body.patch,
         lens=body.lens,
+        readers=body.readers,
         stream=bool(body.stream),
         metadata=body.metadata or {},
         handling=handling_of(body),
@@ -122,6 +126,7 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
         steering=body.steering,
         patch=body.patch,
         lens=body.lens,
+        readers=body.readers,
         stream=bool(body.stream),
         metadata=body.metadata or {},
         handling=handling_of(body),

@@ -77,6 +77,7 @@ def _card(info: ModelInfo, workers: int) -> ModelCard:
         quantization=info.quantization,
         lora=info.lora,
         absent=info.absent,
+        extensions=info.extensions,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.readings import READER, LensPart, LensReading, part_decoder
+from ...schemas.readings import READER, LensPart, LensReading, ReaderPart, ReaderReading, ReaderResult, part_decoder
 from ...schemas.receipts import Receipt
 
 
@@ -54,6 +54,23 @@ def join_lens(request: int, parts: Sequence[LensPart]) -> LensReading | None:
     )
 
 
+def join_reader(request: int, parts: Sequence[ReaderPart]) -> ReaderReading | None:
+    """The stages' parts in the order of their layers; None while some are missing."""
+    if sum(len(layers) for part in parts for layers in part.sites.values()) < parts[0].of:
+        return None
+    first = parts[0]
+    ordered = sorted(parts, key=lambda part: min(layers[0] for layers in part.sites.values()))
+    return ReaderReading(
+        request=request,
+        name=first.name,
+        package=first.package,
+        version=first.version,
+        digest=first.digest,
+        options=first.options,
+        parts=[ReaderResult(sites=part.sites, positions=part.positions, token_ids=part.token_ids, arrays=part.arrays) for part in ordered],
+    )
+
+
 def _array(raw: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     if shape[-1] == -1:
         rows = shape[0] * shape[1]
@@ -62,4 +79,4 @@ def _array(raw: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 #: Type of a part → the result's field, and how the parts of one reading are joined.
-JOINS: dict[type, tuple[str, Callable[[int, Sequence[Any]], Any]]] = {LensPart: ("lens", join_lens)}
+JOINS: dict[type, tuple[str, Callable[[int, Sequence[Any]], Any]]] = {LensPart: ("lens", join_lens), ReaderPart: ("readers", join_reader)}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extension_kit import install_example, install_unruly
 from fidelity import nursery_for
 from host import Host
 from nursery import Nursery
@@ -24,8 +25,8 @@ SHARING = tuple(
     f"test_{name}.py"
     for name in (
         "attention", "block_keys", "capture_rows", "global_order", "graded_tokens", "inside", "interventions", "lens", "lora", "modes",
-        "executed", "patching", "patching_cells", "prefix_cache", "probes", "non_finite", "rank_calls", "reentry", "steering_rows",
-        "token_ranges",
+        "executed", "patching", "patching_cells", "prefix_cache", "probes", "non_finite", "rank_calls", "readers", "reentry",
+        "steering_rows", "token_ranges",
     )
 )  # fmt: skip
 
@@ -90,15 +91,18 @@ def nursery(nurseries: Callable[[str], Nursery]) -> Nursery:
 
 @pytest.fixture(scope="session")
 def v1(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """Eager, v1 runner, steps of at most 64 tokens: prompts longer than that are prefilled in chunks."""
+    """Eager, v1 runner, steps of at most 64 tokens: prompts longer than that are prefilled in chunks. Packages with readers."""
+    site = install_unruly(install_example(tmp_path_factory.mktemp("site")))
     host = Host(
         tmp_path_factory.mktemp("v1"),
         llama,
+        {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])},
         max_num_batched_tokens=64,
         enable_prefix_caching=False,
         steering_rows=4,
         fault="rpc",
         hooks="all,inside",
+        extensions="row_geometry, unruly",
     )
     yield host
     host.close()

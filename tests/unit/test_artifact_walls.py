@@ -58,6 +58,7 @@ OPENS: dict[str, str] = {
     "workers/engine/images.py": "a request's images, in memory",
     "workers/engine/vllm_options.py": "vLLM's logging options",
     "workers/runner/config.py": "the code of the sites",
+    "workers/runner/extensions.py": "the code of extensions",
     "workers/runner/host_memory.py": "memory without a file",
     "workers/runner/loras.py": "copies of LoRA adapters",
     "workers/runner/process.py": "/proc",

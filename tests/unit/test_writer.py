@@ -21,7 +21,7 @@ from midstream.client import CaptureReader
 from midstream.schemas.receipts import Receipt, receipt_decoder
 from midstream.schemas.specs import memory_bytes
 from midstream.storage.store import ArtifactStore, open_store
-from midstream.workers.runner.consumers import Apart, available, installed
+from midstream.workers.runner.consumers import Installed, available, installed
 from midstream.workers.runner.finished import FinishedCapture, Outcome
 from midstream.workers.runner.layouts import StoreConfig
 from midstream.workers.runner.writer import WriteJob, Writer
@@ -392,9 +392,9 @@ def test_a_hung_consumer_is_skipped_until_it_answers() -> None:
             return [Outcome()] * len(captures)
 
     hanging = Hanging()
-    apart = Apart("hanging", hanging, patience_s=0.05)
+    apart = Installed("hanging", hanging, patience_s=0.05)
     assert "longer than 0.05 s" in apart.consume([finished()])[0].error
-    apart._patience_s = 60.0
+    apart.apart.patience_s = 60.0
     start = time.monotonic()
     assert "has been busy" in apart.consume([finished(), finished(request=1)])[1].error
     assert time.monotonic() - start < 10, "nobody sits out the patience again"

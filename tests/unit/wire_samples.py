@@ -22,7 +22,7 @@ from midstream.schemas.keys import Key, Tenant
 from midstream.schemas.loras import Lora, LoraUse
 from midstream.schemas.models import ModelInfo, TokenizerBundle, WorkerInfo
 from midstream.schemas.probes import Probe
-from midstream.schemas.readings import LensPart
+from midstream.schemas.readings import LensPart, ReaderPart
 from midstream.schemas.receipts import LostRange, Receipt
 from midstream.schemas.saes import Sae
 from midstream.schemas.source_runs import Run, RunFiles
@@ -37,7 +37,7 @@ FILE = Path(__file__).parents[1] / "data" / "wire.json"
 #: What crosses a wire or lies in Redis, and how it is written there. What is inside of these need not be named.
 MSGPACK: tuple[Any, ...] = (
     Receipt, LostRange, Hello, Refusal, Job, Output, RankSpec, Run, RunFiles, UnitRecord, Module, Proposal, GlobalSteering,
-    WorkerSteering, Tensor, TokenizerBundle, Key, Tenant, Lora, LensPart, Probe, Sae,
+    WorkerSteering, Tensor, TokenizerBundle, Key, Tenant, Lora, LensPart, ReaderPart, Probe, Sae,
 )  # fmt: skip
 JSON: tuple[Any, ...] = (ModelInfo, WorkerInfo, Event, Problem, Callback, DeliveryAttempt, LoraUse)
 
@@ -46,6 +46,9 @@ CHOSEN: dict[tuple[str, str], Any] = {
     ("Tensor", "dtype"): "float32",
     ("Tensor", "shape"): [1, 2],
     ("Tensor", "data"): b"\0\0\x80?\0\0\0@",
+    ("Array", "dtype"): "float32",
+    ("Array", "shape"): [1, 2],
+    ("Array", "data"): b"\0\0\x80?\0\0\0@",
     ("StoredSteering", "positions"): [1, 2],
     ("StoredCapture", "positions"): "last_prompt",
     ("SteeringTemplate", "positions"): "all_prompt",

@@ -90,7 +90,7 @@ async def certify(access: Access, info: ModelInfo, *, trusted: bool = False, **f
         created=time.time(), seconds=time.monotonic() - started, proven=[hook for hook in hooks if hook not in {**absent, **unshown}],
         unproven={str(hook): why for hook, why in unshown.items()},
         absent={str(hook): why for hook, why in absent.items()}, laws=[_figure(law) for law in laws], not_compared=skipped,
-        caveats=caveats, readings=run.readings, **facts,
+        caveats=caveats, readings=run.readings, extensions=info.extensions, **facts,
     )  # fmt: skip
     if not (certificate.proven or unshown) or any(hook in absent for hook in STREAM):
         what = "the residual stream" if certificate.proven else "any of its hooks"

@@ -37,6 +37,7 @@ from ..runner.allowlist import check
 from ..runner.architectures import UnsupportedArchitectureError, describe
 from ..runner.config import Found, PlaneConfig
 from ..runner.consumers import available
+from ..runner.extensions import agreed, check_installed, named
 from ..runner.quantisation import check_kernels, quantisation_of, refuse_gguf
 from ..runner.ring_budget import CapturedRows
 from ..runner.stages import stage_layers
@@ -112,11 +113,13 @@ class VllmEngine(RankControl):
             cores=sorted(os.sched_getaffinity(0)),
             log_format=settings.log_format,
             log_level=settings.log_level,
+            extensions=named(settings.extensions),
             fault=settings.fault,
             curve_secret_file=settings.curve_secret_file,
             curve_server_key=settings.curve_server_key,
         )
         try:
+            await asyncio.to_thread(check_installed, settings.extensions)
             await asyncio.to_thread(check_drafter, settings)
             refuse_gguf(settings.model)
             check_folder(settings)
@@ -149,6 +152,7 @@ class VllmEngine(RankControl):
             if refused := next((each.refused for each in found if each.refused), ""):
                 await asyncio.to_thread(self._llm.shutdown)
                 raise UnsupportedArchitectureError(refused)
+            extensions = agreed([each.extensions for each in found])
             absent = {hook: why for each in found for hook, why in each.absent.items()}
             absent |= {hook: "the setting hooks leaves it out" for hook in found[0].hooks if plane.hooks and hook not in plane.hooks}
             hooks = [hook for hook in hooks if all(hook in each.hooks for each in found)]
@@ -187,6 +191,7 @@ class VllmEngine(RankControl):
             global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks, plane.step_rows * len(self._stages)),
             grades=True,
             readings=readings,
+            extensions=extensions,
             absent=absent,
             attention=grouped(kind for each in found for kind in each.attention),
             multimodal=config.is_multimodal_model,

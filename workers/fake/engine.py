@@ -31,6 +31,7 @@ from ..engine.rank_spec import rank_spec
 from .model import Dice, make_bundle, make_info, make_tokenizer
 from .rank import FakeFaults
 from .ranks import FakeRanks
+from .readings import loaded
 
 
 class FakeEngine(RankControl):
@@ -44,7 +45,8 @@ class FakeEngine(RankControl):
         self.faults = FakeFaults(settings.fault)
         self._tokenizer = make_tokenizer()
         self.tokenizer = make_bundle(self._tokenizer)
-        self.info = make_info(settings, self._tokenizer, self.tokenizer)
+        installed = loaded(settings)
+        self.info = make_info(settings, self._tokenizer, self.tokenizer, installed)
         self._slots = asyncio.Semaphore(settings.max_num_seqs)
         self._tokens = 0  # generated so far, over all requests
         self._running = 0  # requests that are being generated, and do not wait
@@ -52,7 +54,7 @@ class FakeEngine(RankControl):
         self._reason = ""
         self._active: Counter[tuple[str, int]] = Counter()  # requests of an attempt that are being generated
         self._aborted: set[tuple[str, int]] = set()
-        self.ranks = FakeRanks(settings, self.faults, self._die)
+        self.ranks = FakeRanks(settings, self.faults, self._die, installed)
 
     async def start(self) -> None:
         if (found := self.faults.get("start")) is not None:

@@ -1,6 +1,7 @@
 """The fake engine's model: facts, tokenizer, text and residual stream."""
 
 import zlib
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from ...schemas.settings import Settings
 from ...schemas.specs import StoredSteering
 from ...schemas.version import __version__
 from ..runner.consumers import available
+from ..runner.extensions import LoadedReader
 
 NUM_LAYERS = 4
 HIDDEN_SIZE = 8
@@ -50,7 +52,9 @@ def make_bundle(tokenizer: Tokenizer) -> TokenizerBundle:
     )
 
 
-def make_info(settings: Settings, tokenizer: Tokenizer, bundle: TokenizerBundle) -> ModelInfo:
+def make_info(
+    settings: Settings, tokenizer: Tokenizer, bundle: TokenizerBundle, installed: Mapping[str, LoadedReader] | None = None
+) -> ModelInfo:
     return ModelInfo(
         name=settings.served_model,
         version=__version__,
@@ -72,7 +76,8 @@ def make_info(settings: Settings, tokenizer: Tokenizer, bundle: TokenizerBundle)
         steering_entries=settings.steering_entries,
         global_captures=from_settings(settings, NUM_LAYERS),
         grades=True,
-        readings={"lens": "pipeline stages" if settings.pipeline_parallel_size > 1 else ""},
+        readings={"lens": "pipeline stages" if settings.pipeline_parallel_size > 1 else "", "reader": ""},
+        extensions=[reader.facts for reader in (installed or {}).values()],
         lora=LoraSupport(max_rank=settings.max_lora_rank, modules={FAKE_LINEAR: [LORA_SHAPE]}) if settings.lora_dir else None,
     )
 

@@ -1,13 +1,12 @@
 """The fake engine's ranks, which report like real ones: captures go through the writer, then a receipt to the outbox."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from ...broker.receipts.curve import client_keys
@@ -22,6 +21,7 @@ from ...storage.store import open_store
 from ..engine.collective import check_apply_results
 from ..engine.identity import BOOT
 from ..engine.protocol import EngineRequest
+from ..runner.extensions import LoadedReader
 from ..runner.finished import FinishedCapture
 from ..runner.layouts import StoreConfig
 from ..runner.writer import BOOT_DIGITS, WriteJob, Writer
@@ -53,7 +53,9 @@ class _Finished:
 class FakeRanks:
     """`tp x pp` ranks; TP rank 0 of each stage writes the stage's layers."""
 
-    def __init__(self, settings: Settings, faults: FakeFaults, on_fatal: Callable[[str], None]):
+    def __init__(
+        self, settings: Settings, faults: FakeFaults, on_fatal: Callable[[str], None], installed: Mapping[str, LoadedReader] | None = None
+    ):
         """`on_fatal(reason)` is called on the loop when receipts can no longer be kept or delivered."""
         self._settings = settings
         self._on_fatal = on_fatal
@@ -61,6 +63,7 @@ class FakeRanks:
         self._stages = np.array_split(np.arange(NUM_LAYERS), settings.pipeline_parallel_size)
         places = [divmod(rank, settings.tensor_parallel_size) for rank in range(self.world)]
         self.ranks = [FakeRank(rank, tp, pp, settings, faults) for rank, (pp, tp) in enumerate(places)]
+        self._installed = installed or {}
         self._outboxes: list[Outbox] = []
         self._writers: list[Writer] = []
         self._grades = FakeGrades(open_store(settings.capture_root), lambda: self.ranks[-1].runs)
@@ -113,7 +116,7 @@ class FakeRanks:
             segment_bytes=settings.segment_mib << 20,
             quota=settings.capture_quota_mib << 20,
         )
-        return Writer(store, outbox, threads=1, memory_limit=settings.memory_limit_kib << 10, readings=FakeReadings())
+        return Writer(store, outbox, threads=1, memory_limit=settings.memory_limit_kib << 10, readings=FakeReadings(self._installed))
 
     async def close(self) -> None:
         """Publish and report what is finished, then close the outboxes."""
@@ -199,7 +202,7 @@ class FakeRanks:
             return [memoryview(narrowed(residual_rows(layer, positions, token_ids, hook), dtype).tobytes())]
 
         return FinishedCapture(
-            spec=msgspec.structs.replace(finished.spec, captures=[capture]),
+            spec=finished.spec,
             capture=capture,
             sites=sites,
             hidden_size=HIDDEN_SIZE,

@@ -1,22 +1,43 @@
 """Readings of the engine without a model: numbers that follow from token, layer and position alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ...schemas.base import to_msgpack
-from ...schemas.readings import LensPart, StoredLens
-from ..runner.finished import FinishedCapture, Outcome
-from .model import VOCABULARY
+from ...schemas.errors import MidstreamError
+from ...schemas.readings import LensPart, StoredLens, StoredReader
+from ...schemas.selectors import HOOKS
+from ...schemas.settings import Settings
+from ..runner.extensions import ExtensionError, LoadedReader, load, named
+from ..runner.finished import FinishedCapture, Outcome, ReadingError
+from ..runner.installed_readers import InstalledReaders
+from .model import HIDDEN_SIZE, NUM_LAYERS, VOCABULARY
+
+
+def loaded(settings: Settings) -> dict[str, LoadedReader]:
+    """Installed readers, as a rank loads them. Raises MidstreamError."""
+    try:
+        return load(named(settings.extensions), HIDDEN_SIZE, NUM_LAYERS, HOOKS)
+    except ExtensionError as error:
+        raise MidstreamError("engine_failed", str(error)) from error
 
 
 class FakeReadings:
-    """The consumer of captures that are read."""
+    """The consumer of captures that are read: installed readers read the fake rows."""
+
+    def __init__(self, installed: Mapping[str, LoadedReader]) -> None:
+        self._installed = InstalledReaders(installed)
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         return [self._read(capture) for capture in captures]
 
     def _read(self, capture: FinishedCapture) -> Outcome:
+        if isinstance(capture.capture.reading, StoredReader):
+            try:
+                return Outcome(rows=to_msgpack(self._installed(capture, capture.spec.captures.index(capture.capture))))
+            except ReadingError as error:
+                return Outcome(error=str(error))
         wanted = capture.capture.reading
         assert isinstance(wanted, StoredLens)
         ((hook, layers),) = capture.sites.items()

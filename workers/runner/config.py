@@ -15,6 +15,7 @@ from ...kernels.plan import COLUMNS, ROWS_PER_TOKEN, Planned
 from ...schemas.attention import AttentionKind
 from ...schemas.banks import RowShape
 from ...schemas.base import Record, from_json, to_json
+from ...schemas.extensions import Extension
 from ...schemas.interventions import FAMILIES, SCALARS
 from ...schemas.version import __version__
 
@@ -46,6 +47,7 @@ class Found(Record):
     absent: dict[str, str] = {}  # hook → why there is none
     refused: str = ""  # why the model cannot be served
     readings: dict[str, str] = {}  # kind of reading → why there is none; empty: it is served
+    extensions: list[Extension] = []  # that it loaded
     enters: bool = False  # forwards may begin above the first layer
     attention: list[AttentionKind] = []  # of the layers that its stage holds
 
@@ -78,6 +80,7 @@ class PlaneConfig(Record):
     cores: list[int]  # those that the worker may run on; vLLM binds each rank to some of them
     log_format: str = "text"
     log_level: str = "INFO"
+    extensions: list[str] = []  # packages whose extensions are loaded
     fault: str = ""  # tests only: see `faults`
     curve_secret_file: str = ""  # see `broker.receipts.curve`
     curve_server_key: str = ""

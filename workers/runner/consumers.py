@@ -8,9 +8,6 @@ import copy
 import dataclasses
 import functools
 import logging
-import queue
-import threading
-import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 
@@ -19,6 +16,7 @@ import numpy as np
 from ...schemas.dtypes import DTYPES, widened
 from ...schemas.readings import READER
 from ...schemas.specs import memory_bytes
+from .apart import Apart, LateError
 from .finished import Consumer, FinishedCapture, Outcome
 from .layouts import blob_of
 
@@ -87,59 +85,25 @@ def rows_of(capture: FinishedCapture, hook: str, layer: int) -> np.ndarray:
     return rows.reshape(len(capture.positions), capture.hidden_size)
 
 
-class Apart:
-    """An installed consumer in its own thread: neither its exceptions nor its duration hold up the writers."""
+class Installed:
+    """An installed consumer, called in its own thread: neither its exceptions nor its duration hold up the writers."""
 
     def __init__(self, name: str, consumer: Consumer, patience_s: float = PATIENCE_S) -> None:
-        self._name = name
         self._consumer = consumer
-        self._patience_s = patience_s
-        self._turn = threading.Lock()  # one call at a time
-        self._asked: queue.SimpleQueue[tuple[Sequence[FinishedCapture], queue.SimpleQueue[list[Outcome] | Exception]]] = queue.SimpleQueue()
-        self._busy = threading.Event()
-        self._since = 0.0  # when it was last called
-        threading.Thread(target=self._run, name=f"midstream-consumer-{name}", daemon=True).start()
+        self.apart = Apart(f"capture consumer {name}", self._call, patience_s)
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Raises what the consumer raises, and TypeError for an answer that is not one outcome per capture."""
-        copies = [_copy(capture) for capture in captures]
-        with self._turn:
-            if self._busy.is_set():  # with an abandoned call
-                late = time.monotonic() - self._since
-                return [Outcome(error=f"it has been busy with another capture for {late:.0f} s")] * len(captures)
-            answer: queue.SimpleQueue[list[Outcome] | Exception] = queue.SimpleQueue()
-            self._since = time.monotonic()
-            self._busy.set()
-            self._asked.put((copies, answer))
-            try:
-                told = answer.get(timeout=self._patience_s)
-            except queue.Empty:
-                logger.error("capture consumer %s takes longer than %g s", self._name, self._patience_s)
-                return [Outcome(error=f"it took longer than {self._patience_s:g} s")] * len(captures)
-        if isinstance(told, Exception):
-            raise told
-        return told
-
-    def _run(self) -> None:
-        while True:
-            captures, answer = self._asked.get()
-            told = self._call(captures)
-            self._busy.clear()
-            answer.put(told)
-            del captures, answer, told  # the rows' memory is not kept until the next call
-
-    def _call(self, captures: Sequence[FinishedCapture]) -> list[Outcome] | Exception:
         try:
-            told = list(self._consumer.consume(captures))
-            if len(told) != len(captures) or not all(isinstance(outcome, Outcome) for outcome in told):
-                raise TypeError(f"consume() must return one Outcome per capture: {len(told)} returned for {len(captures)}")
-            return [Outcome(error=outcome.error) for outcome in told]  # files and rows are for those built in
-        except Exception as error:
-            logger.exception("capture consumer %s failed", self._name)
-            return error.with_traceback(None)
-        except BaseException as error:  # such as SystemExit: it must end neither this thread nor a writer's
-            logger.exception("capture consumer %s failed", self._name)
-            return RuntimeError(f"it raised {error!r}")
+            return self.apart.ask([_copy(capture) for capture in captures])
+        except LateError as error:
+            return [Outcome(error=str(error))] * len(captures)
+
+    def _call(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+        told = list(self._consumer.consume(captures))
+        if len(told) != len(captures) or not all(isinstance(outcome, Outcome) for outcome in told):
+            raise TypeError(f"consume() must return one Outcome per capture: {len(told)} returned for {len(captures)}")
+        return [Outcome(error=outcome.error) for outcome in told]  # files and rows are for those built in
 
 
 def _copy(capture: FinishedCapture) -> FinishedCapture:
@@ -156,16 +120,16 @@ def _copy(capture: FinishedCapture) -> FinishedCapture:
 
 
 @functools.cache
-def installed() -> dict[str, Apart]:
+def installed() -> dict[str, Installed]:
     """The consumers of other packages by name, made once per process. One that cannot be loaded or made is logged and left out."""
-    found: dict[str, Apart] = {}
+    found: dict[str, Installed] = {}
     for entry in entry_points(group=ENTRY_POINTS):
         if entry.name in (*BUILT_IN, READER) or entry.name in found:
             logger.error("capture consumer %s of %s skipped: the name is already in use", entry.name, entry.value)
             continue
         try:
             make: Callable[[], Consumer] = entry.load()
-            found[entry.name] = Apart(entry.name, make())
+            found[entry.name] = Installed(entry.name, make())
         except KeyboardInterrupt:
             raise
         except BaseException:  # a module that calls sys.exit() must not end the rank

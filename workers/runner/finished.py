@@ -119,6 +119,10 @@ class FinishedCapture:
         return f"capture {self.capture.tag} of job {self.spec.job} request {self.spec.request}"
 
 
+class ReadingError(Exception):
+    """A reading that this rank cannot give, with the reason."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a consumer made of one capture."""

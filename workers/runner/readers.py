@@ -1,13 +1,15 @@
 """The readers of a rank: for each kind of reading what computes it on the loaded model, or why nothing does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from ...schemas.readings import StoredLens
+from ...schemas.readings import StoredLens, StoredReader
+from .extensions import LoadedReader
 from .head import Head, NoHeadError
+from .installed_readers import InstalledReaders
 from .lens import Lens
 from .readings import Reader
 
@@ -25,16 +27,18 @@ def readers_of(
     device: torch.device,
     stages: int,
     reduce: Callable[[torch.Tensor], torch.Tensor],
+    installed: Mapping[str, LoadedReader] | None = None,
 ) -> tuple[dict[type, Reader], dict[str, str]]:
     """(Type of reading → its reader, kind of reading → why there is none; empty: it is served).
 
-    `reduce`: the sum over the ranks of the stage.
+    `reduce`: the sum over the ranks of the stage. `installed`: by name.
     """
+    readers: dict[type, Reader] = {StoredReader: InstalledReaders(installed or {})}
     try:
         if stages > 1:
             raise NoHeadError(_STAGES)
         with torch.inference_mode():
             head = Head(model, adapter, dtype, device)
     except Exception as error:  # an unusual model is served without a lens
-        return {}, {"lens": str(error) or type(error).__name__}
-    return {StoredLens: Lens(head, reduce)}, {"lens": ""}
+        return readers, {"lens": str(error) or type(error).__name__, "reader": ""}
+    return {**readers, StoredLens: Lens(head, reduce)}, {"lens": "", "reader": ""}

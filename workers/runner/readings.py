@@ -15,15 +15,11 @@ from ...schemas.base import to_msgpack
 from ...schemas.dtypes import DTYPES
 from ...schemas.readings import Part
 from ...schemas.specs import RankSpec
-from .finished import FinishedCapture, Outcome
+from .finished import FinishedCapture, Outcome, ReadingError
 
 logger = logging.getLogger(__name__)
 #: Bytes of a part apart from what its `size` counts: names, layers, and what MessagePack adds.
 HEADER_BYTES = 1 << 14
-
-
-class ReadingError(Exception):
-    """A reading that this rank cannot give, with the reason."""
 
 
 #: (the capture, with its reading; its index in `RankSpec.captures`) → the rank's part. Raises ReadingError, or anything.

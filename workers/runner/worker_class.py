@@ -27,6 +27,7 @@ from .attention_kinds import attention_kinds
 from .certify import Certifier, Plan
 from .config import Found, Place, PlaneConfig, plane_config
 from .drafters import UnsupportedDrafterError, check_loaded
+from .extensions import ExtensionError, LoadedReader, load
 from .faults import Faults, answer, mislabelled, misplaced
 from .found import complete
 from .grading import tap
@@ -124,8 +125,16 @@ class MidstreamWorker(PlatformWorker):
             warm_up(of_bank, its_buffers)
         place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group, stages=pp.world_size)
         enters = config.sweep_entry and not traced and "pre_attn" in hooks and enters_above(adapter)
-        readers, readings = readers_of(loaded, adapter, dtype=model.dtype, device=self.device, stages=pp.world_size, reduce=tp.all_reduce)
-        self._found = msgspec.structs.replace(self._found, enters=enters, readings=readings)
+        installed: dict[str, LoadedReader] = {}
+        try:
+            installed = load(config.extensions, adapter.hidden_size, adapter.num_layers, hooks)
+        except ExtensionError as error:
+            self._found = msgspec.structs.replace(self._found, refused=self._found.refused or str(error))
+        readers, readings = readers_of(
+            loaded, adapter, dtype=model.dtype, device=self.device, stages=pp.world_size, reduce=tp.all_reduce, installed=installed
+        )  # fmt: skip
+        extensions = [reader.facts for reader in installed.values()]
+        self._found = msgspec.structs.replace(self._found, enters=enters, readings=readings, extensions=extensions)
         gate = install_gate(loaded, adapter) if enters else None
         with threads_elsewhere(set(config.cores)):
             self._plane = DataPlane(

@@ -1,0 +1,110 @@
+"""Extensions: what operators install beside Midstream, as the code declares itself, as it is listed, and as requests name it.
+
+A package offers a reader by an entry point, see `docs/extending.md`. What is declared is data, so that the API checks requests
+without the package.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+
+from .base import Published
+from .limits import MAX_OPTIONS, Name
+from .readings import ArrayDType, OptionValue
+from .selectors import RequestedPositions
+from .specs import At, SitesSpec
+
+Options = Annotated[dict[Name, OptionValue], msgspec.Meta(max_length=MAX_OPTIONS)]
+
+
+class Option(Published):
+    """An option of a reader. Its type is that of its default: true or false, an integer, a number, or a text."""
+
+    default: OptionValue
+    low: float | None = None  # of a number, both included
+    high: float | None = None
+    choices: list[str] = []  # of a text; empty: any
+    about: str = ""
+
+    def checked(self, value: OptionValue) -> OptionValue:
+        """The value in the option's type. Raises ValueError with what is valid."""
+        kind = type(self.default)
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{value!r} is not {self.valid}")
+        if isinstance(value, (int, float)) and kind is not bool and not (_least(self.low) <= value <= _most(self.high)):
+            raise ValueError(f"{value!r} is out of range; valid: {self.valid}")
+        if isinstance(value, str) and self.choices and value not in self.choices:
+            raise ValueError(f"{value!r} is unknown; valid: {self.valid}")
+        return value
+
+    @property
+    def valid(self) -> str:
+        """What may be given, in words."""
+        if self.choices:
+            return ", ".join(self.choices)
+        noun = {bool: "true or false", int: "an integer", float: "a finite number", str: "a text"}[type(self.default)]
+        least = f" of at least {self.low:g}" if self.low is not None else ""
+        return noun + least + (f"{' and' if least else ' of'} at most {self.high:g}" if self.high is not None else "")
+
+
+def _least(low: float | None) -> float:
+    return -math.inf if low is None else low
+
+
+def _most(high: float | None) -> float:
+    return math.inf if high is None else high
+
+
+class ReaderTerms(Published):
+    """What a reader declares: what requests may give it, what it returns, and how much at most."""
+
+    returns: dict[str, ArrayDType]  # array → dtype
+    row_bytes: int = 0  # bytes of all arrays for each captured row, at most
+    fixed_bytes: int = 0  # bytes beside those of the rows
+    grows: dict[str, int] = {}  # integer option → further bytes for each captured row and each unit of the option
+    options: dict[str, Option] = {}
+    about: str = ""  # in a line
+
+    def size(self, options: dict[str, OptionValue]) -> int:
+        """Bytes for each captured row, at most."""
+        return self.row_bytes + sum(per * int(options[name]) for name, per in self.grows.items())
+
+
+class Extension(Published):
+    """An extension that a model's ranks have loaded, all in the same version."""
+
+    kind: Literal["reader"]
+    name: str  # as requests name it
+    package: str
+    version: str  # of the package
+    digest: str  # SHA-256 of the package's files
+    reader: ReaderTerms | None = None
+    checked: list[str] = []  # what was found to hold at the start, with random rows
+
+
+class ReaderSpec(SitesSpec, kw_only=True):
+    """Have an installed reader compute from rows at `hooks`, at `positions`; its arrays are in the result. No rows are stored."""
+
+    name: Name
+    positions: RequestedPositions = "last_prompt"
+    at: At = "before"
+    options: Options = {}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a reader gets of one request on one pipeline stage. Its own copy, read-only."""
+
+    sites: dict[tuple[str, int], np.ndarray]  # (hook, layer) → float32 `[positions, width]`; at least one site and one position
+    positions: np.ndarray  # int64 `[positions]`: absolute token positions, ascending
+    token_ids: np.ndarray  # int64 `[positions]`: the token at each
+    prompt_tokens: int  # positions below are the prompt's
+    options: dict[str, Any]  # every declared option, with its default where the request gave none
+    num_layers: int  # of the whole model
+    stage: int = 0
+    stages: int = 1  # with more than one, `sites` are those of this stage; the other stages' results are parts of their own

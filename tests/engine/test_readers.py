@@ -1,0 +1,87 @@
+"""Installed readers on the real engine: they get the rows that a capture of the same sites stores, and a fault stays with its request."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from host import Host, capture_of, prompt_of
+from tiny import LAYERS
+
+from midstream.api.resolve.captures import Bounds, PromptFacts
+from midstream.api.resolve.readers import resolve_reader
+from midstream.broker.ledger.readings import readings
+from midstream.schemas.extensions import ReaderSpec
+from midstream.schemas.jobs import Job
+from midstream.schemas.models import ModelInfo
+from midstream.schemas.readings import ReaderReading
+from midstream.schemas.specs import StoredCapture
+from midstream.workers.runner.extensions import PATIENCE_S
+
+ALL = list(range(LAYERS))
+
+
+def reader(host: Host, name: str, tokens: int, **fields: Any) -> StoredCapture:
+    """As the API stores it."""
+    info = msgspec.convert(host.info, ModelInfo)
+    (stored,) = resolve_reader(ReaderSpec(name=name, **fields), Bounds(info, [PromptFacts(tokens)], 8), "readers[0]")
+    return stored
+
+
+def read(host: Host, job: Job) -> list[ReaderReading]:
+    receipts = host.receipts(job)
+    assert [receipt.status for receipt in receipts] == ["ok"] * len(receipts), receipts
+    return readings(receipts)["readers"]
+
+
+def test_reader_gets_the_rows_of_a_capture_in_chunks_and_beside_others(v1: Host) -> None:
+    """150 tokens in steps of 64; two readings of the example's reader and a capture in one request."""
+    wish: Any = {"hooks": {"post_block": "all", "mlp_out": 1}, "positions": "all", "options": {"k": 4}}
+    captures = [
+        capture_of([], "all", sites={"mlp_out": [1], "post_block": ALL}),
+        reader(v1, "row-geometry", 150, **wish),
+        reader(v1, "row-geometry", 150, layers=[0]),
+    ]
+    job, other = v1.job(prompt_of(150), max_tokens=4, capture=captures), v1.job(prompt_of(9, seed=2), max_tokens=8)
+    v1.run(job, other)
+    stored = v1.capture(job)
+    whole, short = read(v1, job)
+    (part,) = whole.parts
+    rows = np.stack([stored.array(layer, hook=hook) for hook, layers in part.sites.items() for layer in layers])  # type: ignore[arg-type]
+    norm = np.linalg.norm(rows, axis=-1)
+    np.testing.assert_allclose(part.arrays["norm"].numpy(), norm, rtol=1e-6)
+    top = np.argsort(-np.abs(rows), axis=-1, kind="stable")[..., :4]
+    np.testing.assert_array_equal(part.arrays["dimensions"].numpy(), top)
+    assert (part.positions, part.token_ids) == (stored.positions(), stored.token_ids())
+    assert (whole.package, whole.version, whole.options) == ("row-geometry", "1.0", {"k": 4})
+    assert short.parts[0].arrays["dimensions"].numpy().shape == (1, 1, 3)
+    assert [each["digest"] for each in v1.info["extensions"] if each["name"] == "row-geometry"] == [whole.digest]
+
+
+def test_a_fault_in_a_reader_fails_its_request_alone(v1: Host) -> None:
+    moods = ["good", "raise", "exit", "large", "other", "write"]
+    jobs = {mood: v1.job(prompt_of(12), capture=reader(v1, "unruly", 12, options={"mood": mood})) for mood in moods}
+    beside = v1.job(prompt_of(12), capture=[capture_of(ALL, "all"), reader(v1, "row-geometry", 12)])
+    v1.run(*jobs.values(), beside)
+    words = {
+        "raise": "unruly: ValueError: no such luck", "exit": "it raised SystemExit(3)", "large": "returned 72 bytes",
+        "other": "declares the arrays ['rows']", "write": "read-only",
+    }  # fmt: skip
+    for mood, job in jobs.items():
+        (receipt,) = v1.receipts(job)
+        if mood == "good":
+            assert receipt.status == "ok"
+            assert read(v1, job)[0].parts[0].arrays["rows"].numpy().tolist() == [1]
+        else:
+            assert (receipt.status, receipt.kind) == ("error", "reading_failed")
+            assert words[mood] in receipt.message
+    assert read(v1, beside)[0].parts[0].arrays["norm"].numpy().shape == (LAYERS, 1)
+
+
+def test_a_reader_that_hangs_fails_its_request_after_its_time(v1: Host) -> None:
+    hanging = v1.job(prompt_of(12), capture=reader(v1, "unruly", 12, options={"mood": "hang"}))
+    v1.run(hanging)
+    (receipt,) = v1.receipts(hanging)
+    assert f"it took longer than {PATIENCE_S:g} s" in receipt.message
+    after = v1.job(prompt_of(12), capture=reader(v1, "row-geometry", 12))
+    v1.run(after)
+    assert read(v1, after)[0].parts[0].arrays["norm"].numpy().shape == (LAYERS, 1)

@@ -1,0 +1,61 @@
+"""Packages with extensions, installed for tests: the example's, and one whose readers misbehave on demand."""
+
+import tomllib
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "extension"
+
+#: `unruly`: raises, hangs, or answers otherwise than declared, as its option says.
+UNRULY = '''
+import sys
+import time
+import numpy as np
+from midstream.schemas.extensions import Option
+
+class Unruly:
+    """Does what its option says."""
+
+    returns = {"rows": "int64"}
+    fixed_bytes = 8
+    options = {"mood": Option(default="good", choices=["good", "raise", "exit", "hang", "large", "other", "write"])}
+
+    def read(self, rows):
+        mood = rows.options["mood"]
+        if mood == "raise":
+            raise ValueError("no such luck")
+        if mood == "exit":
+            sys.exit(3)
+        if mood == "hang":
+            time.sleep(7)
+        if mood == "write":
+            next(iter(rows.sites.values()))[:] = 0
+        if mood == "other":
+            return {"columns": np.zeros(1)}
+        return {"rows": np.array([len(rows.positions)] * (9 if mood == "large" else 1))}
+'''
+
+
+def install(folder: Path, name: str, version: str, modules: dict[str, str], entries: str) -> Path:
+    """As pip leaves a package: modules (file → source), and entry points in a dist-info folder. Returns the folder, for `sys.path`."""
+    module = name.replace("-", "_")
+    info = folder / f"{module}-{version}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    for file, source in modules.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(source)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(entries)
+    return folder
+
+
+def install_example(folder: Path) -> Path:
+    """The package in `examples/extension`."""
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
+    sources = {str(path.relative_to(EXAMPLE)): path.read_text() for path in EXAMPLE.glob("*/*.py")}
+    groups = project["entry-points"].items()
+    entries = "\n".join([f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in each.items()) for group, each in groups])
+    return install(folder, project["name"], project["version"], sources, entries)
+
+
+def install_unruly(folder: Path) -> Path:
+    return install(folder, "unruly", "0.1", {"unruly.py": UNRULY}, "[midstream.readers]\nunruly = unruly:Unruly\n")

@@ -1,0 +1,67 @@
+"""Runs code of other packages in a thread of its own: neither its exceptions nor its duration hold up the caller."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+Question = TypeVar("Question")
+Answer = TypeVar("Answer")
+
+
+class LateError(Exception):
+    """The code took too long, or is still busy with an abandoned call."""
+
+
+class Apart(Generic[Question, Answer]):
+    """A function in its own thread, one call at a time."""
+
+    def __init__(self, name: str, call: Callable[[Question], Answer], patience_s: float, over: str = "capture") -> None:
+        """`patience_s`: seconds that a call may take. `over`: what a call is about, in messages."""
+        self.patience_s = patience_s
+        self._name, self._call, self._over = name, call, over
+        self._turn = threading.Lock()
+        self._asked: queue.SimpleQueue[tuple[Question, queue.SimpleQueue[Answer | Exception]]] = queue.SimpleQueue()
+        self._busy = threading.Event()
+        self._since = 0.0  # when it was last called
+        threading.Thread(target=self._run, name=f"midstream-{name}", daemon=True).start()
+
+    def ask(self, question: Question) -> Answer:
+        """Raises what the function raises (RuntimeError for what is no Exception), and LateError."""
+        with self._turn:
+            if self._busy.is_set():  # with an abandoned call
+                raise LateError(f"it has been busy with another {self._over} for {time.monotonic() - self._since:.0f} s")
+            answer: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
+            self._since = time.monotonic()
+            self._busy.set()
+            self._asked.put((question, answer))
+            try:
+                told = answer.get(timeout=self.patience_s)
+            except queue.Empty:
+                logger.error("%s takes longer than %g s", self._name, self.patience_s)
+                raise LateError(f"it took longer than {self.patience_s:g} s") from None
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    def _run(self) -> None:
+        while True:
+            question, answer = self._asked.get()
+            told = self._told(question)
+            self._busy.clear()
+            answer.put(told)
+            del question, answer, told  # the rows' memory is not kept until the next call
+
+    def _told(self, question: Question) -> Answer | Exception:
+        try:
+            return self._call(question)
+        except Exception as error:
+            logger.exception("%s failed", self._name)
+            return error.with_traceback(None)
+        except BaseException as error:  # such as SystemExit: it must end neither this thread nor the caller's
+            logger.exception("%s failed", self._name)
+            return RuntimeError(f"it raised {error!r}")
