@@ -54,6 +54,14 @@ def sweep(
             metavar="top:1,4,16|each:8|0-3/7", help="Of axis neuron: the first by difference, together or one by one; or sets.", **CELLS
         ),
     ] = None,
+    sender: Annotated[
+        str | None, typer.Option(metavar="LAYER.HOOK[.HEAD]", help="Path patching: the cells are what this place reaches.", **CELLS)
+    ] = None,
+    receivers: Annotated[
+        str | None,
+        typer.Option(metavar="logits|LAYER.HOOK[.HEAD],…", help="Path patching: the cells are what reaches these places.", **CELLS),
+    ] = None,
+    frozen: Annotated[str | None, typer.Option(help="Of a path, branches held on the way: attn,mlp (default), or one.", **CELLS)] = None,
     span: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=TEXT[|TEXT]", help="Tokens patched together: in both prompts, or clean|corrupt; repeatable.", **CELLS),
@@ -97,6 +105,7 @@ def sweep(
                     "model": model, **options.sweep_sites(hooks, layers),
                     "positions": positions and options.parse_positions(positions), "window": window and parse_window(window),
                     "axis": axis, "heads": heads and options.parse_layers(heads), "neurons": neurons and parse_neurons(neurons),
+                    "path": parse_path(sender, receivers, frozen),
                     "metric": metric, "direction": direction, "ablation": ablation, "alignment": alignment, "alpha": alpha,
                     "mask": mask and options.parse_layers(mask),
                     "noise": noise, **handling,
@@ -170,6 +179,26 @@ def parse_neurons(text: str) -> dict[str, Any]:
     if (kind == "top" and all(part.isdecimal() for part in numbers.split(","))) or (kind == "each" and numbers.isdecimal()):
         return {"top": [int(part) for part in numbers.split(",")]} if kind == "top" else {"each": int(numbers)}
     raise invalid("--neurons", f"{text!r} is not valid", allowed="top:1,4,16, each:8, or sets of dimensions such as 0-3/7")
+
+
+def parse_path(sender: str | None, receivers: str | None, frozen: str | None) -> dict[str, Any] | None:
+    """The fields of `SweepPath`; None without one. Raises MidstreamError naming the option."""
+    if sender is None and receivers is None:
+        if frozen is not None:
+            raise invalid("--frozen", "is of a path: give --sender or --receivers")
+        return None
+    held = {} if frozen is None else {"frozen": frozen.split(",")}
+    ends: dict[str, Any] = {} if sender is None else {"sender": _end("--sender", sender)}
+    if receivers is not None:
+        ends["receivers"] = receivers if receivers == "logits" else [_end("--receivers", each) for each in receivers.split(",")]
+    return ends | held
+
+
+def _end(option: str, text: str) -> dict[str, Any]:
+    layer, *rest = text.split(".")
+    if len(rest) not in (1, 2) or not layer.removeprefix("-").isdecimal() or not all(head.isdecimal() for head in rest[1:]):
+        raise invalid(option, f"{text!r} is not valid", allowed="LAYER.HOOK or LAYER.HOOK.HEAD, such as 20.z.3")
+    return {"layer": int(layer), "hook": rest[0], **({"head": int(rest[1])} if rest[1:] else {})}
 
 
 def parse_span(text: str) -> dict[str, Any]:

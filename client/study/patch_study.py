@@ -257,8 +257,9 @@ class PatchStudy(_Study):
         progress: bool | sweeps.Progress = True,
         **fields: Any,
     ) -> Self:
-        """Ask, wait, and keep the result; returns the study. `fields`: hooks, layers, positions, axis, heads, neurons, metric, window,
-        direction, ablation, alignment, alpha, mask, noise, as in `POST /v1/sweeps`. `spans`: columns of several tokens, for all pairs.
+        """Ask, wait, and keep the result; returns the study. `fields`: hooks, layers, positions, axis, heads, neurons, path, metric,
+        window, direction, ablation, alignment, alpha, mask, noise, as in `POST /v1/sweeps`. `spans`: columns of several tokens, for all
+        pairs.
 
         `progress`: True: a bar on a terminal or in a notebook; or a callable that gets every event of the sweep.
         """

@@ -1,0 +1,96 @@
+"""Finds the heads with which SmolLM2-135M names the indirect object: the study of `docs/heads-study.md`.
+
+    midstream up --set hooks=all,inside &
+    python examples/heads_ioi.py --out heads-study
+
+After “When Mary and John went to the store, John gave a drink to” the model says “ Mary”: the name that is not said twice. Which heads
+do that (Wang et al. 2022, arXiv:2211.00593)? Each of 56 prompts has a corrupt twin in which the other name is said twice. The outputs
+of one head (`z`), at all positions, are written from a prompt into its twin, and the share of the logit difference that this
+recovers is measured: every head of the upper layers, all pairs, in one job. Then, for the heads that matter: what they add to the
+logits themselves, with attention and MLPs above them held (a path to the logits), and whose outputs their queries read (a path to `q`).
+The script prints tables, and writes figures and saved studies.
+"""
+
+import argparse
+import time
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from midstream import Client, PatchStudy
+from midstream.client.sdk.grid import Grid
+
+#: Names of one token each, with the space before them.
+NAMES = [("Mary", "John"), ("Sarah", "David"), ("Anna", "Peter"), ("Alice", "James"), ("Laura", "Robert"), ("Emma", "Paul"), ("Kate", "Mark")]
+TEMPLATES = (
+    "When{} and{} went to the store,{} gave a drink to",
+    "When{} and{} had a long talk,{} gave a book to",
+    "After{} and{} came to the office,{} handed a letter to",
+    "Then{} and{} sat in the garden, and{} gave a flower to",
+)
+#: Below, no head recovers more than a hundredth: see the first figure of the page.
+LAYERS = "14-29"
+#: Pairs of the sweep over all layers, and of the paths to queries.
+FEW = 8
+
+
+def pairs() -> list[dict[str, str]]:
+    """56: every template with every two names, each of them said twice once."""
+    found = []
+    for template, names in product(TEMPLATES, NAMES):
+        for one, other in (names, names[::-1]):
+            one, other = f" {one}", f" {other}"
+            found.append(
+                {
+                    "clean": template.format(one, other, other), "corrupt": template.format(one, other, one),
+                    "answer": one, "foil": other,
+                }
+            )  # fmt: skip
+    return found
+
+
+def strongest(grid: Grid, spread: np.ndarray, count: int = 8) -> str:
+    """The heads of a grid that change most, over the pairs."""
+    lines = ["| head | mean | standard deviation |", "|---|---|---|"]
+    for cell in grid.top(count):
+        lines.append(f"| {cell.layer}.{cell.head} | {cell.effect:+.3f} | {spread[grid.layers.index(cell.layer), cell.column]:.3f} |")
+    return "\n".join(lines)
+
+
+def report(name: str, study: PatchStudy, out: Path) -> None:
+    study.save(out / f"{name}.json")
+    study.heatmap(out / f"{name}.png")
+    summary = study.result.summary
+    print(f"\n{name}: {summary.cells} cells of {len(study.result.pairs)} pairs in {summary.seconds:.0f} s")
+    (hook,) = study.result.hooks
+    spread = np.array(study.result.spread[hook], dtype=float)
+    print(strongest(study.grid(), spread))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("heads-study"))
+    parser.add_argument("--url", default=None)
+    parser.add_argument("--pairs", type=int, default=None, help="of 56; fewer for a quick look")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    every = pairs()[: options.pairs]
+    started = time.perf_counter()
+    with Client(options.url) as client:
+        few = PatchStudy.pairs(every[:: max(len(every) // FEW, 1)], client=client)
+        report("all-layers", few.sweep(hooks=["z"], axis="head", noise=1), options.out)
+        study = PatchStudy.pairs(every, client=client)
+        report("heads", study.sweep(hooks=["z"], axis="head", layers=LAYERS, noise=1), options.out)
+        movers = [cell for cell in study.top(8) if cell.effect > 0]
+        held = {"receivers": "logits", "frozen": ["attn"]}
+        layers = sorted({cell.layer for cell in study.top(8)})
+        report("logits", PatchStudy.pairs(every, client=client).sweep(hooks=["z"], axis="head", layers=layers, path=held, noise=1), options.out)
+        mover = {"layer": movers[0].layer, "hook": "q", "head": movers[0].head}
+        path = {"receivers": [mover], "frozen": ["attn"]}
+        report("queries", few.sweep(hooks=["z"], axis="head", path=path, noise=1), options.out)
+    print(f"\n{time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
