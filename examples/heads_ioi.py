@@ -22,7 +22,15 @@ from midstream import Client, PatchStudy
 from midstream.client.sdk.grid import Grid
 
 #: Names of one token each, with the space before them.
-NAMES = [("Mary", "John"), ("Sarah", "David"), ("Anna", "Peter"), ("Alice", "James"), ("Laura", "Robert"), ("Emma", "Paul"), ("Kate", "Mark")]
+NAMES = [
+    ("Mary", "John"),
+    ("Sarah", "David"),
+    ("Anna", "Peter"),
+    ("Alice", "James"),
+    ("Laura", "Robert"),
+    ("Emma", "Paul"),
+    ("Kate", "Mark"),
+]
 TEMPLATES = (
     "When{} and{} went to the store,{} gave a drink to",
     "When{} and{} had a long talk,{} gave a book to",
@@ -85,7 +93,9 @@ def main() -> None:
         movers = [cell for cell in study.top(8) if cell.effect > 0]
         held = {"receivers": "logits", "frozen": ["attn"]}
         layers = sorted({cell.layer for cell in study.top(8)})
-        report("logits", PatchStudy.pairs(every, client=client).sweep(hooks=["z"], axis="head", layers=layers, path=held, noise=1), options.out)
+        report(
+            "logits", PatchStudy.pairs(every, client=client).sweep(hooks=["z"], axis="head", layers=layers, path=held, noise=1), options.out
+        )
         mover = {"layer": movers[0].layer, "hook": "q", "head": movers[0].head}
         path = {"receivers": [mover], "frozen": ["attn"]}
         report("queries", few.sweep(hooks=["z"], axis="head", path=path, noise=1), options.out)

@@ -32,7 +32,7 @@ class RunPrompt(Record):
     positions: list[int]  # absolute, ascending
     token_ids: list[int]  # the token at each of them
     dtype: str
-    hidden_size: int
+    hidden_size: int  # 0: it has no rows of the residual stream
     bytes: int  # of the rows
 
 
@@ -75,8 +75,8 @@ class RunFiles(Record):
     key: str  # `run_key`
     sites: dict[Hook, list[int]]
     positions: list[int]
-    hidden_size: int
-    bytes: int  # of all rows, over all stages
+    hidden_size: int  # 0: it has no rows of the residual stream
+    bytes: int  # of all rows, over all ranks
     files: list[RunFile]
 
 

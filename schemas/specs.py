@@ -2,12 +2,12 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
 
-from .banks import BANK, RESIDUAL, RowShape
+from .banks import BANK, RESIDUAL, RowShape, banks_of
 from .base import Record
 from .dtypes import ITEM_BYTES, RowDType
 from .images import ImageSpan
@@ -227,6 +227,15 @@ class StoredCapture(Record, omit_defaults=True):
     def bank(self) -> str:
         """See `schemas.banks`."""
         return BANK[next(iter(self.sites))]
+
+    def split(self, inside: Mapping[str, RowShape]) -> "list[StoredCapture]":
+        """One capture for each bank that its hooks are in. `inside`: as `ModelInfo.inside`."""
+        found = []
+        for bank, sites in banks_of(self.sites).items():
+            row = None if bank == RESIDUAL else inside[next(iter(sites))]
+            beside = {hook: layers for hook, layers in self.sites.items() if hook not in sites}
+            found.append(msgspec.structs.replace(self, sites=sites, row=row, beside=beside))
+        return found
 
     @property
     def everywhere(self) -> bool:

@@ -11,7 +11,7 @@ import msgspec
 
 from .base import Record
 from .limits import MAX_RECEIVERS
-from .selectors import HOOKS, Hook, HookName, LayerNumber
+from .selectors import FORWARD, Hook, HookName, LayerNumber
 
 #: A branch of every layer, and the hook at which its output is held.
 Branch = Literal["attn", "mlp"]
@@ -83,7 +83,7 @@ class StoredPath(Record):
 
 def place_of(hook: Hook) -> int:
     """When a layer's forward meets the hook."""
-    return HOOKS.index(hook)
+    return FORWARD.index(hook)
 
 
 def reaches(sender: tuple[int, Hook], receiver: tuple[int, Hook]) -> bool:

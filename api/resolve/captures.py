@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from ...schemas.banks import RESIDUAL, banks_of
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.extensions import ReaderSpec
 from ...schemas.images import ImageRef
@@ -182,13 +181,7 @@ def resolve_captures(
 
 def split(captures: Sequence[StoredCapture], model: ModelInfo) -> list[StoredCapture]:
     """One capture for each bank that its hooks are in: rows of different sizes are recorded and stored apart."""
-    found = []
-    for capture in captures:
-        for bank, sites in banks_of(capture.sites).items():
-            row = None if bank == RESIDUAL else model.inside[next(iter(sites))]
-            beside = {hook: layers for hook, layers in capture.sites.items() if hook not in sites}
-            found.append(msgspec.structs.replace(capture, sites=sites, row=row, beside=beside))
-    return found
+    return [part for capture in captures for part in capture.split(model.inside)]
 
 
 def _captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:

@@ -237,7 +237,7 @@ def _prompt(patch: Patch, run: RunView, bounds: Bounds) -> RunPrompt:
     if prompt is None:
         detail = f"run {patch.spec.source.run!r} of job {run.job} has no rows of prompt {patch.spec.source.prompt}"
         raise invalid(patch.source("prompt"), detail, allowed="the index of a prompt in that job")
-    if prompt.hidden_size != bounds.model.hidden_size:
+    if prompt.hidden_size not in (0, bounds.model.hidden_size):
         detail = f"run {patch.spec.source.run!r} has rows of hidden size {prompt.hidden_size}, but the model has {bounds.model.hidden_size}"
         raise invalid(patch.source("run"), f"{detail}: it was captured from a different model also named {bounds.model.name!r}")
     return prompt

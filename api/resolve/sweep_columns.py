@@ -6,6 +6,7 @@ Positions and spans become columns in `sweep_plan.py`; here they are joined, and
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ...schemas.banks import BANKS
 from ...schemas.errors import invalid
 from ...schemas.limits import MAX_NEURONS
 from ...schemas.models import ModelInfo
@@ -14,6 +15,8 @@ from ...schemas.sweeps import HEAD_AXES, Column, Neurons, PatchWindow, SweepRequ
 
 #: What reads one prompt only has no two rows to compare.
 NEEDS_TWO = "compares the rows of two prompts, but an ablation has only one"
+#: Whose rows are made of heads.
+OF_HEADS = (*BANKS["query"], *BANKS["key"])
 #: The label of a column of all positions.
 TOGETHER = "all positions"
 
@@ -113,12 +116,17 @@ def dims_of_head(field: str, hook: Hook, asked: int, model: ModelInfo) -> tuple[
 
 def _heads_at(field: str, hook: Hook, model: ModelInfo) -> tuple[int, int]:
     """Number and size of the heads at a hook."""
-    raise invalid(field, f"{hook} has no heads")
+    if hook not in model.inside or hook not in OF_HEADS:
+        served = [each for each in model.hooks if each in model.inside and each in OF_HEADS]
+        raise invalid(
+            field, f"{hook} has no heads",
+            allowed=", ".join(served) or "none with this worker; its setting `hooks` must name hooks inside attention, such as all,inside",
+        )  # fmt: skip
+    return model.inside[hook].heads, model.inside[hook].width
 
 
 def _neurons(request: SweepRequest, neurons: Neurons, hooks: Sequence[Hook], model: ModelInfo) -> list[Part]:
-    widths = {hook: width_at(hook, model) for hook in hooks}
-    least = min(widths.values())
+    least = min(model.row_size(hook) for hook in hooks)
     if neurons.sets is not None:
         return list(_sets(neurons.sets, least))
     name = "neurons.top" if neurons.top is not None else "neurons.each"
@@ -143,8 +151,3 @@ def _sets(sets: Sequence[object], width: int) -> Iterator[Part]:
         except SelectorError as error:
             raise invalid(f"neurons.sets[{index}]", str(error)) from error
         yield Part(f"neurons {as_ranges(dims, 2)}" if len(dims) > 1 else f"neuron {dims[0]}", dims=as_ranges(dims))
-
-
-def width_at(hook: Hook, model: ModelInfo) -> int:
-    """Elements of a row at the hook."""
-    return model.hidden_size

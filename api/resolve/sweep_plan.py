@@ -82,7 +82,7 @@ async def plan_sweep(
     hooks = _hooks(request, model)
     path, layers = resolve_path(request, hooks, _numbers("layers", request.layers, model.num_layers), model)
     blobs: dict[str, bytes] = {}
-    mask = _mask(request, model, blobs)
+    mask = _mask(request, hooks, model, blobs)
     parts = parts_of(request, hooks, model)
     pairs = await _read_pairs(request, model, codec)
     answers = await _continue_pairs(request, pairs, model, codec)
@@ -174,12 +174,16 @@ def _numbers(field: str, selector: LayerSelector | DimensionSelector, count: int
         raise invalid(field, str(error)) from error
 
 
-def _mask(request: SweepRequest, model: ModelInfo, blobs: dict[str, bytes]) -> str:
+def _mask(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo, blobs: dict[str, bytes]) -> str:
     """The name of the mask, whose bytes are added to `blobs`; empty when all dimensions are written."""
     if request.mask is None:
         return ""
-    chosen = _numbers("mask", request.mask, model.hidden_size, "dimension")
-    return "" if len(chosen) == model.hidden_size else mask_tensor(chosen, model.hidden_size, blobs)
+    size = model.row_size(hooks[0])
+    for index, hook in enumerate(hooks):
+        if model.row_size(hook) != size:
+            raise invalid(f"hooks[{index}]", f"{hook} has rows of another size than {hooks[0]}, so the mask does not hold for both")
+    chosen = _numbers("mask", request.mask, size, "dimension")
+    return "" if len(chosen) == size else mask_tensor(chosen, size, blobs)
 
 
 # --- Prompts and answers ----------------------------------------------------------------------------------------------------

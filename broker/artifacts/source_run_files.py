@@ -78,7 +78,7 @@ def run_files(key: str, blobs: Sequence[Blob]) -> RunFiles:
 def run_prompt(blobs: Sequence[Blob]) -> RunPrompt:
     """What users are told. `blobs` must be without a `shortfall`."""
     first, sites = blobs[0].manifest, _sites(blobs)
-    num_rows = len(first.positions) * sum(map(len, sites.values()))
+    elements = sum(len(first.positions) * sum(map(len, manifest.sites.values())) * _columns(manifest) for _, manifest in blobs)
     return RunPrompt(
         request=first.request,
         tokens=first.prompt_tokens,
@@ -86,9 +86,16 @@ def run_prompt(blobs: Sequence[Blob]) -> RunPrompt:
         positions=first.positions,
         token_ids=first.token_ids,
         dtype=first.dtype,
-        hidden_size=first.hidden_size,
-        bytes=num_rows * first.hidden_size * ITEM_BYTES[first.dtype],
+        hidden_size=next((manifest.hidden_size for _, manifest in blobs if manifest.row is None), 0),
+        bytes=elements * ITEM_BYTES[first.dtype],
     )
+
+
+def _columns(manifest: Manifest) -> int:
+    """Elements of a row in its blob."""
+    if manifest.columns:
+        return manifest.columns[1] - manifest.columns[0]
+    return manifest.hidden_size if manifest.row is None else manifest.row.size
 
 
 def _sites(blobs: Sequence[Blob]) -> Sites:

@@ -66,6 +66,7 @@ def golden() -> Golden:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     options = {"engine": "vllm", "model": str(fetch_demo_model()), "model_name": "demo", "dtype": "float32", "max_model_len": 512}
+    options["hooks"] = "all,inside"
     patience = {"kv_cache_gib": 0.5, "lease_s": 15.0, "visibility_timeout_s": 30}
     with Stack(tmp_path_factory.mktemp("patching"), api=True, callbacks=False, start_timeout_s=180, **options, **patience) as stack:
         yield Service(stack)

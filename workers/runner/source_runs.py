@@ -7,6 +7,7 @@ own sites need; so no rank waits for another, and one that fails reports the rea
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +27,7 @@ _SHOWN_RANGES = 16
 @dataclass(frozen=True)
 class _LoadedRun:
     places: dict[int, int]  # position → row
-    rows: dict[tuple[str, int], torch.Tensor]  # of this rank's sites: `[positions, hidden_size]`, on the CPU
+    rows: dict[tuple[str, int], torch.Tensor]  # of this rank's sites: `[positions, size]`, whole rows, on the CPU
     crc32: int  # of the rows
     bytes: int
 
@@ -63,23 +64,27 @@ class RunStore:
         """
         if files.key in self._runs:
             return
-        if files.hidden_size != self._hidden_size:
+        if files.hidden_size not in (0, self._hidden_size):
             raise ValueError(f"run {files.key}: its rows have {files.hidden_size} elements, but the model's have {self._hidden_size}")
         if not files.positions:
             raise ValueError(f"run {files.key}: it has no rows")
         wanted = self._sites.intersection((hook, layer) for hook, layers in files.sites.items() for layer in layers)
-        rows: dict[tuple[str, int], torch.Tensor] = {}
+        parts: dict[tuple[str, int], list[_Part]] = {}
         if wanted:
             for file in files.files:
                 try:
-                    found = self._read(files, file, wanted)
+                    for site, part in self._read(files, file, wanted).items():
+                        parts.setdefault(site, []).append(part)
                 except (OSError, ValueError, MemoryError) as error:
                     raise ValueError(f"run {files.key}: {file.path}: {error}") from error
-                if twice := found.keys() & rows.keys():
-                    raise ValueError(f"run {files.key}: {_site(*min(twice))} occurs in two of its files")
-                rows |= found
-        if missing := wanted - rows.keys():
+        if missing := wanted - parts.keys():
             raise ValueError(f"run {files.key}: none of its files contains {_site(*min(missing))}")
+        rows = {}
+        for site, found in parts.items():
+            try:
+                rows[site] = _whole(found)
+            except ValueError as error:
+                raise ValueError(f"run {files.key}: {_site(*site)} {error}") from error
         crc = 0
         for site in sorted(rows):
             crc = zlib.crc32(rows[site].view(torch.uint8).numpy(), zlib.crc32(_site(*site).encode(), crc))
@@ -95,7 +100,7 @@ class RunStore:
         self._runs.clear()
 
     def row(self, name: str) -> torch.Tensor:
-        """What `schemas.source_runs.row_name` names: float32 `[hidden_size]`, on the CPU; a mean is taken in float64.
+        """What `schemas.source_runs.row_name` names: float32, the whole row, on the CPU; a mean is taken in float64.
 
         Raises LookupError when the run, its site or a position is not here, ValueError when a value is not finite or `name` is no
         such name.
@@ -112,7 +117,7 @@ class RunStore:
         return values
 
     def rows(self, key: str, hook: Hook, layer: int, positions: Sequence[int]) -> torch.Tensor:
-        """`[len(positions), hidden_size]` as captured, on the CPU; a view where `positions` are in a row. Raises LookupError."""
+        """`[len(positions), size]` as captured, on the CPU; a view where `positions` are in a row. Raises LookupError."""
         run, rows = self._find(key, hook, layer)
         places = self._places(RunRow(key, hook, layer, None), run, positions)
         if places and places == list(range(places[0], places[0] + len(places))):
@@ -139,7 +144,7 @@ class RunStore:
             lacking = as_ranges([position for position in positions if position not in run.places], _SHOWN_RANGES)
             raise LookupError(f"source run {wanted.key} has no row of {_site(wanted.hook, wanted.layer)} at position {lacking}") from None
 
-    def _read(self, files: RunFiles, file: RunFile, wanted: set[tuple[str, int]]) -> dict[tuple[str, int], torch.Tensor]:
+    def _read(self, files: RunFiles, file: RunFile, wanted: set[tuple[str, int]]) -> "dict[tuple[str, int], _Part]":
         """The wanted sites' rows of one blob. Raises OSError, ValueError, MemoryError."""
         with self._store.open(file.path) as handle:
             header = read_header(lambda start, count: handle.read(file.offset + start, count), file.bytes)
@@ -151,12 +156,15 @@ class RunStore:
             raw = handle.read(file.offset, file.bytes)
             if len(raw) != file.bytes or zlib.crc32(raw) != file.crc32:
                 raise ValueError("its content has changed since the capture")
-        rows = {}
+        rows, row, columns = {}, header.manifest.row, header.manifest.columns
+        size = self._hidden_size if row is None else row.size
+        start, stop = columns or (0, size)
+        shape = [len(files.positions), stop - start]
         for site, place in mine.items():
-            if place.shape != [len(files.positions), files.hidden_size] or place.dtype not in _DTYPES:
-                raise ValueError(f"{place.name} is {place.dtype} {place.shape}, not {[len(files.positions), files.hidden_size]}")
+            if place.shape != shape or place.dtype not in _DTYPES:
+                raise ValueError(f"{place.name} is {place.dtype} {place.shape}, not {shape}")
             own = bytearray(memoryview(raw)[place.start : place.start + place.length])  # so that rows of others are not held as well
-            rows[site] = torch.frombuffer(own, dtype=_DTYPES[place.dtype]).view(place.shape)
+            rows[site] = _Part(start, size, torch.frombuffer(own, dtype=_DTYPES[place.dtype]).view(place.shape))
         return rows
 
     def _check(self, files: RunFiles, header: Header) -> None:
@@ -166,6 +174,29 @@ class RunStore:
         if manifest.positions != files.positions:
             theirs, mine = as_ranges(manifest.positions, _SHOWN_RANGES), as_ranges(files.positions, _SHOWN_RANGES)
             raise ValueError(f"it has positions {theirs}, but the run has {mine}")
+
+
+class _Part(NamedTuple):
+    """Columns of a site's rows, as one rank recorded them."""
+
+    start: int
+    size: int  # of the whole row
+    rows: torch.Tensor  # `[positions, columns]`
+
+
+def _whole(parts: list[_Part]) -> torch.Tensor:
+    """The whole rows. Raises ValueError unless the parts are all of them, each once."""
+    ordered = sorted(parts, key=lambda part: part.start)
+    reached = 0
+    for part in ordered:
+        if part.start < reached:
+            raise ValueError("occurs in two of its files")
+        if part.start > reached:
+            break
+        reached += part.rows.shape[1]
+    if reached != ordered[0].size:
+        raise ValueError(f"is in its files only up to dimension {reached} of {ordered[0].size}")
+    return ordered[0].rows if len(ordered) == 1 else torch.cat([part.rows for part in ordered], 1)
 
 
 def _site(hook: str, layer: int) -> str:

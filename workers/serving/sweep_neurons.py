@@ -45,7 +45,7 @@ def _rows_of(store: ArtifactStore, files: RunFiles, wanted: set[Site]) -> dict[S
     found: dict[Site, dict[int, np.ndarray]] = {}
     for file in files.files:
         raw, header = _read(store, file)
-        first = 0
+        first = header.manifest.columns[0] if header.manifest.columns else 0
         for place in header.tensors.values():
             if place.site in wanted:
                 dtype = DTYPE_OF_FILE[place.dtype]

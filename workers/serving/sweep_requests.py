@@ -6,7 +6,7 @@ from ...schemas.jobs import Job, Sampling
 from ...schemas.loras import use_of
 from ...schemas.models import ModelInfo
 from ...schemas.receipts import Receipt
-from ...schemas.selectors import HOOKS, Hook, PositionSelector, as_ranges
+from ...schemas.selectors import FORWARD, Hook, PositionSelector, as_ranges
 from ...schemas.source_runs import ZEROS, RunFile, RunFiles, RunRow, parse_key, row_name, run_key
 from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering, dims_name
 from ...schemas.sweep_paths import BRANCH_HOOK, StoredPath, place_of, reaches
@@ -27,7 +27,7 @@ class SweepRequests:
         """
         assert job.sweep is not None
         self._job, self._attempt, self._sweep = job, attempt, job.sweep
-        self._hidden_size, self._num_layers = info.hidden_size, info.num_layers
+        self._info = info
         self.units = Units(job.sweep)
         self._enters, self._reuses = enters and "pre_attn" in info.hooks, reuses
         self._for_entry: dict[int, bool] = {}  # pair → do its base runs keep what forwards begin with? As the engine, where not said
@@ -124,7 +124,7 @@ class SweepRequests:
         """The highest layer that matters to the receivers."""
         if path.sender is not None:
             return self._sweep.layers[-1]
-        return max((end.layer for end in path.receivers), default=self._num_layers - 1)
+        return max((end.layer for end in path.receivers), default=self._info.num_layers - 1)
 
     def first(self, unit: Unit) -> EngineRequest:
         """The first pass of a cell of two passes, or of the sender that all cells of a pair have: what the receivers compute is kept."""
@@ -162,7 +162,7 @@ class SweepRequests:
         return StoredCapture(sites=sites, positions=list(range(first, len(pair.base))), tag=FIRST)
 
     def _split(self, capture: StoredCapture | None) -> list[StoredCapture]:
-        return [] if capture is None else [capture]
+        return [] if capture is None else capture.split(self._info.inside)
 
     def first_key(self, unit: Unit) -> str:
         """The run that the first pass of this unit has captured."""
@@ -226,7 +226,7 @@ class SweepRequests:
             key=key,
             sites=capture.sites,
             positions=list(capture.select(0, tokens, tokens)),
-            hidden_size=self._hidden_size,
+            hidden_size=self._info.hidden_size,
             bytes=sum(file.bytes for file in of_it),
             files=[RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32) for file in of_it],
         )
@@ -319,7 +319,7 @@ class SweepRequests:
 
     def _base_capture(self, pair: int, place: int, for_entry: bool) -> StoredCapture | None:
         sweep, hooks = self._sweep, {"pre_attn", *self._sweep.hooks, *BRANCH_HOOK.values()}
-        wanted: dict[Hook, set[int]] = {hook: set() for hook in HOOKS if hook in hooks}
+        wanted: dict[Hook, set[int]] = {hook: set() for hook in FORWARD if hook in hooks}
         positions: set[int] = set()
         for unit in self.units.noise(pair):
             layers, places = self.units.patched(unit)
