@@ -30,6 +30,7 @@ from .routes import (
     steering,
     sweeps,
     tokens,
+    tuned_lenses,
     webhooks,
 )
 from .web import problems
@@ -43,7 +44,8 @@ VERSION_HEADER = "x-midstream-version"
 
 ROUTES = [
     *jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *source_runs.ROUTES, *steering.ROUTES, *loras.ROUTES, *saes.ROUTES,
-    *probes.ROUTES, *sweeps.ROUTES, *webhooks.ROUTES, *keys.ROUTES, *status.ROUTES, *service.ROUTES, *pages.ROUTES, *tokens.ROUTES,
+    *tuned_lenses.ROUTES, *probes.ROUTES, *sweeps.ROUTES, *webhooks.ROUTES, *keys.ROUTES, *status.ROUTES, *service.ROUTES, *pages.ROUTES,
+    *tokens.ROUTES,
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Application context of the routes: one `AppContext` per process with ledger, watcher, Celery and tokenizers. Holds no job state."""
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from ..broker.ledger.saes import Saes
 from ..broker.ledger.scripts import stored_tags
 from ..broker.ledger.source_runs import SourceRuns
 from ..broker.ledger.steering import Steering
+from ..broker.ledger.tuned_lenses import TunedLenses
 from ..broker.ledger.watch import Watcher
 from ..broker.ops import logs
 from ..broker.ops.hosts import Hosts
@@ -46,6 +48,7 @@ from .resolve.request_parsing import ParsedRequest
 from .resolve.saes import named_sae
 from .resolve.tokenizer import Codec
 from .resolve.tokenizer_pool import BundleHelpers, Helpers
+from .resolve.tuned_lenses import fitted
 from .web import request_context
 from .web.auth import Gate, caller_of
 from .web.key_revocation import ALWAYS, HeldKey, KeyWatch
@@ -80,6 +83,7 @@ class AppContext:
         self.steering = Steering(ledger)
         self.loras = Loras(ledger)
         self.saes = Saes(ledger)
+        self.lenses = TunedLenses(ledger)
         self.probes = Probes(ledger)
         self._features = FeatureFiles(settings.sae_dir)
         self._reading_features = anyio.CapacityLimiter(1)
@@ -162,6 +166,7 @@ class AppContext:
         if names and idempotency and (known := await self.ledger.repeated(idempotency)):
             return known  # whatever has become of the modules, probes, runs, adapters and autoencoders since
         lora = await named_lora(parsed.lora, info, self.loras)
+        parsed = dataclasses.replace(parsed, lens=await fitted(parsed.lens, info, self.lenses))
         probes = await probes_of(parsed.probes, info, self.probes)
         model_state = await self.model_state(info.name, named, caller, parsed.patch) if parsed.steering or parsed.patch else NOTHING
         model_state = replace(model_state, features=await self.features(info, parsed.steering))

@@ -78,6 +78,8 @@ MAX_FILE_HEADER = 4 << 20  # bytes of that file's header
 MAX_LENS_TOP = 100  # most likely tokens of a logit lens
 MAX_LENS_TOKENS = 64  # named tokens of a logit lens
 MAX_LENS_TOKEN = 256  # characters of one, by its text
+MAX_TUNED = 1024  # tuned lenses registered, of one model
+MAX_TUNED_BYTES = 32 << 30  # of the file of one
 
 MAX_READERS = 8  # installed readers of one request
 MAX_OPTIONS = 16  # of a reader

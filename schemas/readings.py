@@ -21,11 +21,21 @@ READER = "reading"
 POSITION_BYTES = 10
 
 
+class StoredTuned(Record):
+    """A tuned lens as a job keeps it: what is read must have this content, whatever the name means by then."""
+
+    name: str
+    digest: str  # SHA-256 of its file
+    path: str  # of its folder, below `lens_dir`
+    residual: bool  # its maps give what is added to a row
+
+
 class StoredLens(Record, tag="lens", omit_defaults=True):
     """A logit lens after validation: most likely next tokens, and log-probability and rank of each of `tokens`."""
 
     top_k: int
     tokens: list[int] = []
+    tuned: StoredTuned | None = None  # each row goes through its layer's map first
 
     #: Each rank of a tensor-parallel stage holds a part of the vocabulary: all of them record, and their parts are joined.
     everywhere: ClassVar[bool] = True

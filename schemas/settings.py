@@ -92,6 +92,9 @@ class Settings(Record):
     max_cpu_loras: Count = 16  # adapters that each rank keeps loaded; jobs that need more wait
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64  # of an adapter; memory for it is reserved `max_loras` times
 
+    # Tuned lenses
+    lens_dir: str = ""  # folder below which tuned lenses may be registered, at the same path on API and worker machines; empty: none
+
     # Sparse autoencoders
     sae_dir: str = ""  # folder below which sparse autoencoders may be registered, at the same path on API and worker machines; empty: none
     sae_cache_mib: Count = 4096  # weights of sparse autoencoders that each rank keeps loaded; jobs that need more wait

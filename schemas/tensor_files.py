@@ -22,7 +22,7 @@ from .limits import MAX_FILE_HEADER
 #: What is read, by safetensors' names and by numpy's.
 FLOATS = ("F32", "F16", "BF16")
 _NUMPY_FLOATS = {"f2", "f4", "f8"}
-_TENSORS = 64  # in one file, at most
+_TENSORS = 64  # in one file, at most, unless a caller expects more
 
 
 class TensorFileError(ValueError):
@@ -41,8 +41,11 @@ class Place(NamedTuple):
 class TensorFile:
     """A file that is open. `shapes`: tensor → its shape."""
 
-    def __init__(self, file: io.BufferedReader, name: str, most: int) -> None:
-        """`name`: of the file, in messages. `most`: bytes that it may have, also unpacked. Raises TensorFileError."""
+    def __init__(self, file: io.BufferedReader, name: str, most: int, tensors: int = _TENSORS) -> None:
+        """`name`: of the file, in messages. `most`: bytes that it may have, also unpacked. `tensors`: how many, at most.
+
+        Raises TensorFileError.
+        """
         self._file, self._name = file, name
         self._before = _state(file)
         self.bytes = self._before[0]
@@ -50,8 +53,13 @@ class TensorFile:
             raise TensorFileError(f"{name} has {self.bytes} bytes; the limit is {most}")
         self._zip: zipfile.ZipFile | None = None
         self._places = self._of_npz(most) if name.endswith(".npz") else self._of_safetensors()
-        if len(self._places) > _TENSORS:
-            raise TensorFileError(f"{name} has {len(self._places)} tensors; valid: at most {_TENSORS}")
+        if len(self._places) > tensors:
+            raise TensorFileError(f"{name} has {len(self._places)} tensors; valid: at most {tensors}")
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Bytes, inode and time of the last change when it was opened: another content has another one."""
+        return self._before
 
     @property
     def shapes(self) -> dict[str, list[int]]:
@@ -142,14 +150,14 @@ class TensorFile:
 
 
 @contextmanager
-def opened(path: Path, most: int) -> Iterator[TensorFile]:
+def opened(path: Path, most: int, tensors: int = _TENSORS) -> Iterator[TensorFile]:
     """The file at `path`. Raises TensorFileError."""
     try:
         file = path.open("rb")
     except OSError as error:
         raise TensorFileError(f"{path.name} cannot be read: {error.strerror}") from error
     with file:
-        yield TensorFile(file, path.name, most)
+        yield TensorFile(file, path.name, most, tensors)
 
 
 def _state(file: io.BufferedReader) -> tuple[int, int, int]:

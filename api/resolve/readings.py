@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...schemas.errors import invalid
-from ...schemas.lens import LENS_HOOKS, LensSpec, NamedToken
+from ...schemas.lens import LENS_HOOKS, FittedLens, LensSpec, NamedToken, TunedLens
 from ...schemas.models import ModelInfo
 from ...schemas.readings import READER, StoredLens
-from ...schemas.selectors import RequestedPositions, SelectorError, resolve_hook, resolve_layers
+from ...schemas.selectors import RequestedPositions, SelectorError, as_ranges, resolve_hook, resolve_layers
 from ...schemas.specs import StoredCapture
 from .captures import Bounds, apply_rules, one_hook, positions_of_each
 from .readers import resolve_reader
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def _hook(spec: LensSpec, bounds: Bounds) -> str:
-    if resolve_hook(spec.hook) not in LENS_HOOKS:
+    if resolve_hook(spec.hook or "post_block") not in LENS_HOOKS:
         raise SelectorError(f"rows of {spec.hook!r} do not go through the model's final norm; valid: {', '.join(LENS_HOOKS)}")
-    return one_hook(spec.hook, bounds)
+    return one_hook(spec.hook or "post_block", bounds)
 
 
 def _layers(spec: LensSpec, bounds: Bounds) -> list[int]:
@@ -62,12 +62,24 @@ LENS_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
 
 
 def _lens(spec: LensSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
+    tuned = spec.found if isinstance(spec, FittedLens) else None
+    if tuned is not None:
+        spec = _fitted(spec, tuned, at)
     made = apply_rules(LENS_RULES, spec, bounds, at)
-    reading = StoredLens(top_k=made["top_k"], tokens=made["tokens"])
+    if tuned is not None and (lacking := sorted({*made["layers"]} - {*tuned.layers})):
+        raise invalid(f"{at}.layers", f"{tuned.name!r} has no map of layer {lacking[0]}", allowed=as_ranges(tuned.layers))
+    reading = StoredLens(top_k=made["top_k"], tokens=made["tokens"], tuned=tuned.stored() if tuned is not None else None)
     return [
         StoredCapture(sites={made["hook"]: made["layers"]}, positions=chosen, tag="", at=spec.at, consumers=[READER], reading=reading)
         for chosen in made["positions"]
     ]
+
+
+def _fitted(spec: LensSpec, tuned: TunedLens, at: str) -> LensSpec:
+    """With the hook of the tuned lens, and for `all` the layers that it has."""
+    if spec.hook is not None and resolve_hook(spec.hook) != tuned.hook:
+        raise invalid(f"{at}.hook", f"{tuned.name!r} reads {tuned.hook}", allowed=f"{tuned.hook}, or omit it")
+    return msgspec.structs.replace(spec, hook=tuned.hook, layers=tuned.layers if spec.layers == "all" else spec.layers)
 
 
 # --- All readings --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The command `lens`: what each layer's rows say of the next token."""
+"""The commands `lens`, what each layer's rows say of the next token, and `tuned`, the maps that rows may go through first."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,15 +6,21 @@ from typing import Annotated, Any
 import typer
 
 from ...schemas.base import to_json
+from ...schemas.lens import TunedLens
 from ..render import figures
 from ..render import lens as render
 from . import options
-from .jobs import AsJson, Model, Url, connect, out
+from .jobs import AsJson, Model, Url, connect, out, print_list
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A tuned lens's name.")]
+
+tuned_app = typer.Typer(no_args_is_help=True, help="Manage tuned lenses, whose maps rows go through before the logit lens.")
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's command to `midstream`."""
     app.command()(lens)
+    app.add_typer(tuned_app, name="tuned")
 
 
 @options.with_handling
@@ -27,6 +33,7 @@ def lens(
     token: Annotated[
         list[str] | None, typer.Option(help="Token whose rank is wanted: its text, with its leading space, or its id.")
     ] = None,
+    tuned: Annotated[str | None, typer.Option(metavar="NAME", help="Send rows through the maps of this tuned lens first.")] = None,
     at: Annotated[str | None, typer.Option(help="before or after (default) steering at the same site.")] = None,
     steer: Annotated[list[str] | None, typer.Option(metavar=options.STEER, help="As for submit; repeatable.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 1,
@@ -42,9 +49,10 @@ def lens(
         figures.check(figure, "figure")
     fields = {**handling, "steering": options.parse_steering(steer or [])} | ({} if model is None else {"model": model})
     with connect(url) as client:
+        named = [int(each) if each.isdecimal() else each for each in token or []]
         found = client.lens(
-            prompt, layers=options.parse_layers(layers), positions=options.parse_positions(positions), top_k=top_k,
-            tokens=[int(each) if each.isdecimal() else each for each in token or []], hook=hooks, at=at, max_tokens=max_tokens, **fields,
+            prompt, layers=options.parse_layers(layers), positions=options.parse_positions(positions), top_k=top_k, tokens=named,
+            hook=hooks, tuned=tuned, at=at, max_tokens=max_tokens, **fields,
         )  # fmt: skip
         if json_:
             print(to_json(client.result(found.job).lens).decode())
@@ -54,3 +62,49 @@ def lens(
                 out.print(render.named_table(found))
     if figure is not None:
         render.figure(found, figure)
+
+
+@tuned_app.command("list")
+def tuned_list(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """List the tuned lenses."""
+    with connect(url) as client:
+        found = client.tuned_lenses(model)
+    print_list(found, found, render.listed, "tuned lenses", json_)
+
+
+@tuned_app.command("register")
+def tuned_register(
+    name: Name,
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder with lens.safetensors, relative to the server's lens_dir.")],
+    reads: Annotated[str, typer.Option(metavar="HOOK", help="Hook point whose rows the maps take.")] = "post_block",
+    residual: Annotated[bool, typer.Option("--residual", help="The maps give what is added to a row.")] = False,
+    description: Annotated[str, typer.Option(help="A description.")] = "",
+    model: Model = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Register a tuned lens, or replace it; running requests keep the former one."""
+    with connect(url) as client:
+        _print(client.register_lens(name, path, reads, residual, model, description), json_)
+
+
+@tuned_app.command("show")
+def tuned_show(name: Name, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """Show a tuned lens."""
+    with connect(url) as client:
+        _print(client.tuned_lens(name, model), json_)
+
+
+@tuned_app.command("delete")
+def tuned_delete(name: Name, model: Model = None, url: Url = None) -> None:
+    """Remove a tuned lens; its file stays. Requests accepted earlier keep it."""
+    with connect(url) as client:
+        client.unregister_lens(name, model)
+    out.print(f"{name} removed", markup=False)
+
+
+def _print(tuned: TunedLens, as_json: bool) -> None:
+    if as_json:
+        print(to_json(tuned).decode())
+    else:
+        out.print(render.one(tuned))

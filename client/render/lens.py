@@ -5,11 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ...schemas.lens import TunedLens
+from ...schemas.selectors import as_ranges
 from ..sdk.lens import Lens
 from . import figures
+from .jobs import facts, size
+from .jobs import table as columns
+from .steering import digest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,6 +64,28 @@ def named_table(lens: Lens, place: int = -1) -> Table:
         pairs = zip(lens.ranks[row, place], lens.named_logprobs[row, place], strict=True)
         drawn.add_row(str(lens.layers[row]), *(f"rank {rank}, {np.exp(logprob):.2%}" for rank, logprob in pairs))
     return drawn
+
+
+def listed(lenses: Sequence[TunedLens]) -> Table:
+    """One line per tuned lens."""
+    drawn = columns("Tuned lenses", "name", "reads", "layers", "bytes", "path")
+    for each in lenses:
+        drawn.add_row(*map(escape, (each.name, each.hook, as_ranges(each.layers), size(each.bytes), each.path)))
+    return drawn
+
+
+def one(tuned: TunedLens) -> Table:
+    """All about one tuned lens."""
+    return facts(
+        ("tuned lens", escape(tuned.name)),
+        ("model", escape(tuned.model)),
+        ("digest", digest(tuned)),
+        ("path", escape(tuned.path)),
+        ("reads", f"{tuned.hook} of layers {as_ranges(tuned.layers)}"),
+        ("gives", "h + W h + b" if tuned.residual else "W h + b"),
+        ("file", size(tuned.bytes)),
+        ("description", escape(tuned.description)),
+    )
 
 
 def _cell(lens: Lens, row: int, place: int) -> Text:

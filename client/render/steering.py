@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ...schemas.base import to_json
+from ...schemas.lens import TunedLens
 from ...schemas.loras import Lora
 from ...schemas.saes import Sae
 from ...schemas.selectors import as_ranges
@@ -46,7 +47,7 @@ def module(view: ModuleView) -> Table:
     )
 
 
-def digest(of: ModuleView | Lora | Sae) -> str:
+def digest(of: ModuleView | Lora | Sae | TunedLens) -> str:
     """Its digest, and what it replaced."""
     return of.digest + (f" (before: {of.replaced[:DIGEST]})" if of.replaced else "")
 

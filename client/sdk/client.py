@@ -32,6 +32,7 @@ from .source_runs import AsyncRunCalls, RunCalls
 from .steering import AsyncSteeringCalls, SteeringCalls
 from .sweeps import AsyncSweepCalls, SweepCalls
 from .tokens import AsyncTokenCalls, TokenCalls
+from .tuned_lenses import AsyncTunedLensCalls, TunedLensCalls
 from .webhooks import AsyncWebhookCalls, WebhookCalls
 from .wire import Answer, Call, Capture, JobLike, Patch, Steering
 
@@ -42,6 +43,7 @@ class Client(
     LoraCalls,
     SaeCalls,
     LensCalls,
+    TunedLensCalls,
     RunCalls,
     SweepCalls,
     KeyCalls,
@@ -282,6 +284,7 @@ class AsyncClient(
     AsyncLoraCalls,
     AsyncSaeCalls,
     AsyncLensCalls,
+    AsyncTunedLensCalls,
     AsyncRunCalls,
     AsyncSweepCalls,
     AsyncKeyCalls,

@@ -104,6 +104,7 @@ class LensCalls(ABC):
         top_k: int = 5,
         tokens: Sequence[int | str] = (),
         hook: str | None = None,
+        tuned: str | None = None,
         at: str | None = None,
         max_tokens: int = 1,
         timeout: float | None = None,
@@ -112,9 +113,10 @@ class LensCalls(ABC):
         """What each layer's rows say of the next token, through the model's own final norm and output matrix.
 
         `prompt`: text, token ids, or a conversation. `tokens`: ids, or texts of one token, whose rank and log-probability are wanted.
-        `hook`: post_block by default; `at`: after edits of the same place by default. `fields`: of the job: `model`, `steering`, …
+        `hook`: post_block by default. `tuned`: the name of a tuned lens, whose maps rows go through first. `at`: after edits of the same
+        place by default. `fields`: of the job: `model`, `steering`, …
         """
-        spec = {"layers": layers, "positions": positions, "top_k": top_k, "tokens": tokens, "hook": hook, "at": at}
+        spec = {"layers": layers, "positions": positions, "top_k": top_k, "tokens": tokens, "hook": hook, "tuned": tuned, "at": at}
         result = self.run(timeout=timeout, progress=False, **_fields(prompt, spec, fields, max_tokens))
         known = known_tokens([_reading(result)])
         words = wire.decode(self._send(_detokenize(result.model, known)), Detokenized).token_strs
@@ -139,13 +141,14 @@ class AsyncLensCalls(ABC):
         top_k: int = 5,
         tokens: Sequence[int | str] = (),
         hook: str | None = None,
+        tuned: str | None = None,
         at: str | None = None,
         max_tokens: int = 1,
         timeout: float | None = None,
         **fields: Any,
     ) -> Lens:
         """As `LensCalls.lens`."""
-        spec = {"layers": layers, "positions": positions, "top_k": top_k, "tokens": tokens, "hook": hook, "at": at}
+        spec = {"layers": layers, "positions": positions, "top_k": top_k, "tokens": tokens, "hook": hook, "tuned": tuned, "at": at}
         result = await self.run(timeout=timeout, progress=False, **_fields(prompt, spec, fields, max_tokens))
         known = known_tokens([_reading(result)])
         words = wire.decode(await self._send(_detokenize(result.model, known)), Detokenized).token_strs

@@ -93,10 +93,12 @@ def nursery(nurseries: Callable[[str], Nursery]) -> Nursery:
 def v1(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """Eager, v1 runner, steps of at most 64 tokens: prompts longer than that are prefilled in chunks. Packages with readers."""
     site = install_unruly(install_example(tmp_path_factory.mktemp("site")))
+    directory = tmp_path_factory.mktemp("v1")
     host = Host(
-        tmp_path_factory.mktemp("v1"),
+        directory,
         llama,
         {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])},
+        lens_dir=str(directory),
         max_num_batched_tokens=64,
         enable_prefix_caching=False,
         steering_rows=4,

@@ -20,7 +20,7 @@ def lens(
     layers: list[int], positions: Any = "all_prompt", *, top_k: int = 5, tokens: tuple[int, ...] = (), **options: Any
 ) -> StoredCapture:
     sites = options.pop("sites", {"post_block": layers})
-    reading = StoredLens(top_k=top_k, tokens=list(tokens))
+    reading = StoredLens(top_k=top_k, tokens=list(tokens), tuned=options.pop("tuned", None))
     return StoredCapture(sites=sites, positions=positions, tag="", consumers=[READER], reading=reading, **options)
 
 
@@ -38,7 +38,7 @@ class Truth:
     def __init__(self, path: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
     def logprobs(self, tokens: list[int]) -> np.ndarray:
         """float32 `[layers, tokens, vocabulary]`: hidden states through final norm and output matrix; the last are its own."""

@@ -4,9 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from host import Host, capture_of, prompt_of, steer
 from lens_kit import Truth, check, lens, lenses
+from safetensors.numpy import save_file
 from tiny import LAYERS
+
+from midstream.schemas.readings import StoredTuned
+from midstream.schemas.tuned_files import check_on
 
 ALL = list(range(LAYERS))
 NAMED = (7, 123, 499)
@@ -36,8 +41,6 @@ def test_lens_equals_transformers_in_chunks_and_beside_others(v1: Host, truth: T
 
 def test_named_tokens_and_parts_of_the_stream(v1: Host, truth: Truth) -> None:
     """A branch, before and after an edit: what the lens reads are the rows that a capture of the same place gets."""
-    import torch
-
     edit = [steer(v1.vector(np.ones(64)), [1], 2.0)]
     sites = {"post_block": [1]}
     captures = [
@@ -54,6 +57,26 @@ def test_named_tokens_and_parts_of_the_stream(v1: Host, truth: Truth) -> None:
     check(after, {(1, position): wanted[position] for position in range(12)})  # type: ignore[arg-type]
     assert np.abs(np.array(after.top_logprobs) - np.array(before.top_logprobs)).max() > 0.01
     assert (branch.hook, branch.layers, np.isfinite(branch.top_logprobs).all()) == ("attn_out", [2], True)
+
+
+def test_a_tuned_lens_maps_rows_before_the_head(v1: Host, truth: Truth) -> None:
+    rng = np.random.default_rng(3)
+    maps = {f"{layer}.weight": rng.normal(size=(64, 64)).astype(np.float32) / 8 for layer in ALL}
+    maps |= {f"{layer}.bias": rng.normal(size=64).astype(np.float32) for layer in ALL}
+    folder = Path(v1.settings.lens_dir, "mine")
+    folder.mkdir()
+    save_file(maps, folder / "lens.safetensors")
+    digest, layers, _ = check_on(folder, LAYERS, 64)
+    tuned = StoredTuned(name="mine", digest=digest, path="mine", residual=True)
+    job = v1.job(prompt_of(12, seed=8), max_tokens=1, capture=[capture_of(ALL, "all_prompt"), lens(layers, tuned=tuned)])
+    v1.run(job)
+    wanted = []
+    for layer in layers:
+        rows = v1.capture(job).array(layer)
+        mapped = torch.from_numpy(rows + rows @ maps[f"{layer}.weight"].T + maps[f"{layer}.bias"])
+        wanted.append(truth.head(truth.norm()(mapped)).log_softmax(dim=-1).detach().numpy())
+    (reading,) = lenses(v1, job)
+    check(reading, np.stack(wanted))
 
 
 def test_a_cached_prompt_is_read_from_kept_rows(cached: Host, truth: Truth) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from host import Host, capture_of, prompt_of
+from lens_kit import Truth, check, lens, lenses
 from nursery import Nursery
 from patching_kit import Cell, patches
 from reference import Reference
@@ -180,3 +181,13 @@ def test_logprobs_from_captured_rows_equal_the_engines(host, study, model) -> No
     given = np.array([token.logprob for token in output.logprobs])
     tolerance = 1e-3 if host.settings.dtype == "float32" else 0.3  # nats; bf16 logits around 20 are 0.125 apart
     np.testing.assert_allclose(unembedding.logprobs(rows, output.token_ids), given, atol=tolerance)
+
+
+def test_the_lens_of_the_demo_model_equals_transformers(host: Host, model: Path) -> None:
+    """All layers in fp32; in bf16 the last layer's first token is the one that was generated."""
+    job = host.job(PROMPTS[1], max_tokens=4, capture=lens(LAYERS, "all", tokens=(7, 40000)))
+    (output,) = host.run(job)[job.id]
+    (reading,) = lenses(host, job)
+    assert [row[0] for row in reading.top_tokens[-1][len(PROMPTS[1]) - 1 :]] == output.token_ids
+    if host.settings.dtype == "float32":
+        check(reading, Truth(model).logprobs((PROMPTS[1] + output.token_ids)[:-1]), FP32_LOGPROBS)

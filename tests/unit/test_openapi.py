@@ -36,6 +36,8 @@ PATHS = {
     "/v1/keys/{key_id}": {"delete"},
     "/v1/loras": {"get", "post"},
     "/v1/loras/{name}": {"delete", "get"},
+    "/v1/lenses": {"get", "post"},
+    "/v1/lenses/{name}": {"delete", "get"},
     "/v1/saes": {"get", "post"},
     "/v1/saes/{name}": {"delete", "get"},
     "/v1/models": {"get"},

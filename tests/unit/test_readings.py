@@ -1,18 +1,23 @@
 """Parts of readings: how they are joined, and what a rank refuses."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from midstream.broker.ledger.readings import join_lens, readings
 from midstream.schemas.base import to_msgpack
-from midstream.schemas.readings import READER, LensPart, StoredLens, part_decoder
+from midstream.schemas.readings import READER, LensPart, StoredLens, StoredTuned, part_decoder
 from midstream.schemas.receipts import Consumed, Receipt
 from midstream.schemas.specs import RankSpec, StoredCapture
+from midstream.schemas.tuned_files import FILE, check_on
 from midstream.workers.runner.finished import FinishedCapture
 from midstream.workers.runner.head import Shard
 from midstream.workers.runner.lens import Lens
 from midstream.workers.runner.readings import Readings
+from midstream.workers.runner.tuned_maps import TunedMaps
 
 LAYERS, POSITIONS, HIDDEN, VOCABULARY = [1, 3], [0, 4, 5], 6, 11
 NAMED = [2, 9]
@@ -119,3 +124,42 @@ def test_an_error_in_a_reader_is_its_own_outcome() -> None:
         raise ValueError("what it says")
 
     assert Readings({StoredLens: broken}, 1 << 20).consume([capture()])[0].error == "ValueError: what it says"
+
+
+# --- Tuned lenses ------------------------------------------------------------------------------------------------------------
+
+
+def registered(root: Path, *, residual: bool = False) -> tuple[StoredTuned, dict[str, np.ndarray]]:
+    rng = np.random.default_rng(5)
+    maps = {f"{layer}.weight": rng.normal(size=(HIDDEN, HIDDEN)).astype(np.float32) for layer in LAYERS}
+    maps |= {f"{layer}.bias": rng.normal(size=HIDDEN).astype(np.float32) for layer in LAYERS}
+    (root / "mine").mkdir()
+    save_file(maps, root / "mine" / FILE)
+    digest, layers, _ = check_on(root / "mine", 4, HIDDEN)
+    assert layers == LAYERS
+    return StoredTuned(name="mine", digest=digest, path="mine", residual=residual), maps
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_tuned_lens_is_the_formula_before_the_head(tmp_path: Path, residual: bool) -> None:
+    tuned, maps = registered(tmp_path, residual=residual)
+    lens = Lens(PlainHead(0, 1), tuned=TunedMaps(str(tmp_path)))  # type: ignore[arg-type]
+    found = join_lens(0, [lens(capture(StoredLens(top_k=VOCABULARY, tuned=tuned)), 0)])
+    assert found is not None
+    for place, layer in enumerate(LAYERS):
+        rows = ROWS[place] @ maps[f"{layer}.weight"].T + maps[f"{layer}.bias"] + (ROWS[place] if residual else 0)
+        wanted = torch.from_numpy(rows @ HEAD.numpy().T).log_softmax(dim=-1).numpy()
+        np.testing.assert_allclose(found.top_logprobs[place], -np.sort(-wanted, axis=-1), atol=1e-5)
+
+
+def test_a_tuned_lens_whose_file_has_changed_fails_the_reading(tmp_path: Path) -> None:
+    tuned, maps = registered(tmp_path)
+    consumer = Readings({StoredLens: Lens(PlainHead(0, 1), tuned=TunedMaps(str(tmp_path)))}, 1 << 20)  # type: ignore[arg-type]
+    asked = capture(StoredLens(top_k=2, tuned=tuned))
+    assert [consumer.consume([asked])[0].error for _ in range(2)] == ["", ""]
+    save_file({**maps, "1.bias": maps["1.bias"] + 1}, tmp_path / "mine" / FILE)
+    assert "has changed since it was registered" in consumer.consume([asked])[0].error
+    (tmp_path / "mine" / FILE).unlink()
+    assert "'mine' has no lens.safetensors" in consumer.consume([asked])[0].error
+    without = Readings({StoredLens: Lens(PlainHead(0, 1))}, 1 << 20)  # type: ignore[arg-type]
+    assert "no tuned lenses are served" in without.consume([asked])[0].error

@@ -19,6 +19,7 @@ from midstream.schemas.errors import Problem
 from midstream.schemas.handling import Callback
 from midstream.schemas.jobs import Event, Job, Output
 from midstream.schemas.keys import Key, Tenant
+from midstream.schemas.lens import TunedLens
 from midstream.schemas.loras import Lora, LoraUse
 from midstream.schemas.models import ModelInfo, TokenizerBundle, WorkerInfo
 from midstream.schemas.probes import Probe
@@ -38,6 +39,7 @@ FILE = Path(__file__).parents[1] / "data" / "wire.json"
 MSGPACK: tuple[Any, ...] = (
     Receipt, LostRange, Hello, Refusal, Job, Output, RankSpec, Run, RunFiles, UnitRecord, Module, Proposal, GlobalSteering,
     WorkerSteering, Tensor, TokenizerBundle, Key, Tenant, Lora, LensPart, ReaderPart, Probe, Sae,
+    TunedLens,
 )  # fmt: skip
 JSON: tuple[Any, ...] = (ModelInfo, WorkerInfo, Event, Problem, Callback, DeliveryAttempt, LoraUse)
 

@@ -110,6 +110,7 @@ class VllmEngine(RankControl):
             segment_mib=settings.segment_mib,
             memory_limit_kib=settings.memory_limit_kib,
             capture_quota_mib=settings.capture_quota_mib,
+            lens_dir=settings.lens_dir,
             cores=sorted(os.sched_getaffinity(0)),
             log_format=settings.log_format,
             log_level=settings.log_level,

@@ -11,6 +11,7 @@ from ...schemas.readings import LensPart, StoredLens
 from .finished import FinishedCapture
 from .head import Head
 from .readings import array, rows_of
+from .tuned_maps import TunedMaps
 
 #: Logits that are held at a time, float32: rows are taken in chunks of about this many bytes.
 CHUNK_BYTES = 32 << 20
@@ -19,9 +20,11 @@ CHUNK_BYTES = 32 << 20
 class Lens:
     """The reader of `StoredLens`. One per rank; holds nothing between calls."""
 
-    def __init__(self, head: Head, reduce: Callable[[torch.Tensor], torch.Tensor] = lambda values: values) -> None:
-        """`reduce`: the sum over all ranks of the stage."""
-        self.head, self._reduce = head, reduce
+    def __init__(
+        self, head: Head, reduce: Callable[[torch.Tensor], torch.Tensor] = lambda values: values, tuned: TunedMaps | None = None
+    ) -> None:
+        """`reduce`: the sum over all ranks of the stage. `tuned`: the maps of tuned lenses; None: none are served."""
+        self.head, self._reduce, self._tuned = head, reduce, tuned or TunedMaps("")
 
     def prepare(self, reading: StoredLens) -> Head | None:
         """The output matrix of the named tokens, where other ranks have some of it: so each can count what is above them."""
@@ -34,7 +37,8 @@ class Lens:
         ((hook, layers),) = capture.capture.sites.items()
         shard = self.head.shard
         of_named: Head | None = capture.prepared
-        read = [self._read(rows_of(capture, hook, layer, self.head.device), wanted, of_named) for layer in layers]
+        with self._tuned.of(wanted.tuned) as tuned:
+            read = [self._read(tuned(rows_of(capture, hook, layer, self.head.device), layer), wanted, of_named) for layer in layers]
         ids, logits, total, named, above = (torch.stack(values) for values in zip(*read, strict=True))
         return LensPart(
             capture=number,

@@ -12,6 +12,7 @@ from .head import Head, NoHeadError
 from .installed_readers import InstalledReaders
 from .lens import Lens
 from .readings import Reader
+from .tuned_maps import TunedMaps
 
 if TYPE_CHECKING:
     from .architectures import Adapter
@@ -27,11 +28,12 @@ def readers_of(
     device: torch.device,
     stages: int,
     reduce: Callable[[torch.Tensor], torch.Tensor],
+    lens_dir: str,
     installed: Mapping[str, LoadedReader] | None = None,
 ) -> tuple[dict[type, Reader], dict[str, str]]:
     """(Type of reading → its reader, kind of reading → why there is none; empty: it is served).
 
-    `reduce`: the sum over the ranks of the stage. `installed`: by name.
+    `reduce`: the sum over the ranks of the stage. `lens_dir`: the folder that tuned lenses are below. `installed`: by name.
     """
     readers: dict[type, Reader] = {StoredReader: InstalledReaders(installed or {})}
     try:
@@ -41,4 +43,4 @@ def readers_of(
             head = Head(model, adapter, dtype, device)
     except Exception as error:  # an unusual model is served without a lens
         return readers, {"lens": str(error) or type(error).__name__, "reader": ""}
-    return {**readers, StoredLens: Lens(head, reduce)}, {"lens": "", "reader": ""}
+    return {**readers, StoredLens: Lens(head, reduce, TunedMaps(lens_dir))}, {"lens": "", "reader": ""}

@@ -131,7 +131,8 @@ class MidstreamWorker(PlatformWorker):
         except ExtensionError as error:
             self._found = msgspec.structs.replace(self._found, refused=self._found.refused or str(error))
         readers, readings = readers_of(
-            loaded, adapter, dtype=model.dtype, device=self.device, stages=pp.world_size, reduce=tp.all_reduce, installed=installed
+            loaded, adapter, dtype=model.dtype, device=self.device, stages=pp.world_size, reduce=tp.all_reduce, lens_dir=config.lens_dir,
+            installed=installed,
         )  # fmt: skip
         extensions = [reader.facts for reader in installed.values()]
         self._found = msgspec.structs.replace(self._found, enters=enters, readings=readings, extensions=extensions)

@@ -1,0 +1,123 @@
+"""Tuned lenses are registered over HTTP, from Python and on the command line, and named by requests. The engine is a fake."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from stack import Stack
+from typer.testing import CliRunner
+
+from midstream.client import Client
+from midstream.client.cli.main import app
+from midstream.workers.fake.model import HIDDEN_SIZE, NUM_LAYERS
+
+ADMIN = "ms_admin0000000_" + "a" * 43
+
+
+def write(folder: Path, layers: list[int], width: int = HIDDEN_SIZE, **extra: np.ndarray) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    maps = {f"{layer}.weight": np.eye(width, dtype=np.float32) for layer in layers}
+    maps |= {f"{layer}.bias": np.full(width, layer, dtype=np.float32) for layer in layers}
+    save_file(maps | extra, folder / "lens.safetensors")
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("tuned")
+    write(folder / "lenses/all", list(range(NUM_LAYERS)))
+    write(folder / "lenses/some", [1, 2])
+    write(folder / "lenses/wide", [1], width=HIDDEN_SIZE + 1)
+    write(folder / "lenses/deep", [NUM_LAYERS])
+    write(
+        folder / "lenses/nan",
+        [1],
+        **{"2.weight": np.full((HIDDEN_SIZE, HIDDEN_SIZE), np.nan, np.float32), "2.bias": np.zeros(8, np.float32)},
+    )
+    write(folder / "lenses/half", [1], **{"2.weight": np.eye(HIDDEN_SIZE, dtype=np.float32)})
+    write(folder / "lenses/other", [1], head=np.ones(3, np.float32))
+    options = {"lens_dir": str(folder / "lenses"), "auth": "keys", "admin_key": ADMIN, "lease_s": 9.0, "visibility_timeout_s": 60}
+    with Stack(folder / "stack", api=True, callbacks=False, **options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(stack: Stack) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=stack.url, timeout=60, headers={"authorization": f"Bearer {ADMIN}"}) as client:
+        yield client
+
+
+def test_a_tuned_lens_is_registered_replaced_listed_named_and_removed(stack: Stack) -> None:
+    with Client(stack.url, api_key=ADMIN) as client:
+        made = client.register_lens("mine", "some", residual=True, description="of nothing")
+        assert (made.layers, made.hook, made.residual, client.tuned_lens("mine"), client.tuned_lenses()) == (
+            [1, 2], "post_block", True, made, [made],
+        )  # fmt: skip
+        assert client.lens("hello", tuned="mine").layers == [1, 2], "`all`: those that it has"
+        changed = client.register_lens("mine", "all", hook="resid_pre")
+        assert (changed.replaced, changed.hook) == (made.digest, "pre_attn")
+        assert client.lens("hello", tuned="mine").hook == "pre_attn"
+        client.unregister_lens("mine")
+        assert client.tuned_lenses() == []
+
+
+def test_the_command_line_registers_lists_and_deletes(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDSTREAM_API_KEY", ADMIN)
+
+    def run(*words: str) -> str:
+        done = CliRunner().invoke(app, ["tuned", *words, "--url", stack.url])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    assert json.loads(run("register", "cli", "some", "--residual", "--json"))["residual"] is True
+    assert "post_block of layers 1-2" in run("show", "cli")
+    assert "some" in run("list")
+    assert "cli removed" in run("delete", "cli")
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("../lenses/all", "not a path below lens_dir"),
+        ("none", "there is no folder 'none'"),
+        ("wide", "has the shape [9]; this model needs [8]"),
+        ("deep", "this model has no layer 4; valid: 0 to 3"),
+        ("nan", "2.weight has values that are not finite"),
+        ("half", "layer 2 has only weight; valid: weight and bias"),
+        ("other", "'head' is not a tensor of a tuned lens"),
+    ],
+)
+def test_a_bad_tuned_lens_is_refused_by_field(http: httpx.Client, path: str, says: str) -> None:
+    answer = http.post("/v1/lenses", json={"name": "x", "path": path})
+    assert (answer.status_code, answer.json()["field"]) == (400, "path"), answer.text
+    assert says in answer.text
+
+
+@pytest.mark.parametrize(
+    ("lens", "field", "says"),
+    [
+        ({"tuned": "nobody"}, "lens.tuned", "unknown tuned lens 'nobody'"),
+        ({"tuned": "two", "layers": "0-2"}, "lens.layers", "'two' has no map of layer 0"),
+        ({"tuned": "two", "hook": "pre_attn"}, "lens.hook", "'two' reads post_block"),
+    ],
+)
+def test_a_request_that_does_not_fit_its_tuned_lens_is_refused(http: httpx.Client, lens: dict[str, Any], field: str, says: str) -> None:
+    assert http.post("/v1/lenses", json={"name": "two", "path": "some"}).status_code in (200, 201)
+    answer = http.post("/v1/jobs", json={"model": "fake-model", "prompts": ["hello"], "lens": lens})
+    assert (answer.status_code, answer.json()["field"]) == (400, field), answer.text
+    assert says in answer.text
+
+
+def test_only_an_operator_registers_and_everybody_looks(http: httpx.Client, stack: Stack) -> None:
+    assert http.post("/v1/lenses", json={"name": "calm", "path": "all"}).status_code == 201
+    key = http.post("/v1/keys", json={"name": "a user", "tenant": "theirs", "scopes": ["submit", "read"]}).json()["key"]
+    with httpx.Client(base_url=stack.url, headers={"authorization": f"Bearer {key}"}, timeout=60) as user:
+        assert "calm" in [lens["name"] for lens in user.get("/v1/lenses").json()["lenses"]]
+        assert user.post("/v1/lenses", json={"name": "mine", "path": "all"}).status_code == 403
+        assert user.delete("/v1/lenses/calm").status_code == 403
+    assert http.delete("/v1/lenses/calm").status_code == 204
+    assert http.delete("/v1/lenses/calm").status_code == 404
