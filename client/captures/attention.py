@@ -1,7 +1,7 @@
 """Attention patterns from captured queries and keys: numpy, a block of queries at a time."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -156,3 +156,32 @@ def _key_heads(queries: np.ndarray, keys: np.ndarray, kind: AttentionKind) -> in
         )
         raise invalid("q", detail, allowed=f"q of width {kind.heads * kind.head_dim}, k of a divisor of {kind.heads} heads")
     return count
+
+
+def mixed(values: np.ndarray, patterns: Mapping[int, np.ndarray], kind: AttentionKind) -> np.ndarray:
+    """float32 `[positions, heads * head_dim]`: what heads give to the output projection if they attend as `patterns` say; other heads 0.
+
+    `values` `[positions, key heads * head_dim]`: of all positions from 0 on. `patterns`: head → `[query, key]`, of all of them.
+    Raises MidstreamError for a head that there is not, a pattern of another shape, one that is not finite, or one in which a query
+    attends to a key behind it.
+    """
+    heads_of(kind, sorted(patterns))
+    count, width = len(values), kind.head_dim
+    key_heads, rest = divmod(int(values.shape[1]), width)
+    if rest or not key_heads or kind.heads % key_heads:
+        raise invalid("v", f"rows of width {values.shape[1]} are not values of {kind.heads} heads of width {width}")
+    found = np.zeros((count, kind.heads * width), dtype=np.float32)
+    for head, given in patterns.items():
+        pattern = np.asarray(given, dtype=np.float64)
+        if pattern.shape != (count, count):
+            raise invalid(
+                "patterns", f"of head {head} has shape {list(pattern.shape)}", allowed=f"[{count}, {count}], tokens of the prompt"
+            )
+        if not np.isfinite(pattern).all():
+            raise invalid("patterns", f"of head {head} has numbers that are not finite")
+        if np.triu(pattern, 1).any():
+            query, key = (int(place[0]) for place in np.nonzero(np.triu(pattern, 1)))
+            raise invalid("patterns", f"of head {head}: the query at {query} attends to the key at {key}, which is behind it")
+        shared = head * key_heads // kind.heads
+        found[:, head * width : (head + 1) * width] = pattern @ values[:, shared * width : (shared + 1) * width].astype(np.float64)
+    return found

@@ -2,11 +2,17 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from ...schemas.errors import invalid
 from ...schemas.jobs import JobResult
 from ...schemas.selectors import LayerSelector
+from ...schemas.specs import PatchSource, PatchSpec
+from ...schemas.tensors import from_numpy
+from ..captures.attention import mixed
 from ..captures.patterns import Attention, attention_of
 from ..captures.reader import CaptureReader
 from .wire import JobLike
@@ -19,6 +25,44 @@ def capture_fields(prompt: str | Sequence[int], layers: LayerSelector, fields: d
     """
     capture = {"hooks": {"q": layers, "k": layers}, "positions": "all_prompt", "at": "after"}
     return {"sampling": {"max_tokens": 1}, **fields, "prompts": [prompt if isinstance(prompt, str) else list(prompt)], "capture": capture}
+
+
+#: (layer, head) → `[query, key]`.
+Patterns = Mapping[tuple[int, int], np.ndarray]
+
+
+def values_fields(prompt: str | Sequence[int], patterns: Patterns, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a job that captures what `attention_patches` takes. Raises MidstreamError unless the patterns are of one layer.
+
+    Values of a higher layer depend on what is patched below.
+    """
+    layers = sorted({layer for layer, _ in patterns})
+    if len(layers) != 1 or layers[0] < 0:
+        raise invalid("patterns", f"are of layers {layers}", allowed="heads of one layer, counted from 0")
+    capture = {"hooks": {"q": layers, "v": layers}, "positions": "all_prompt", "at": "after"}
+    return {**fields, "sampling": {"max_tokens": 1}, "prompts": [prompt if isinstance(prompt, str) else list(prompt)], "capture": capture}
+
+
+def attention_patches(reader: CaptureReader, patterns: Patterns) -> list[PatchSpec]:
+    """z ← A′·v, a patch for each token of the prompt: what the heads of `patterns` give if they attend so to their own values.
+
+    `reader`: a capture of `q` and `v` of their layer at all positions of the prompt. Raises MidstreamError as `mixed` does.
+    """
+    ((layer, _), *_), heads = patterns, {head: pattern for (_, head), pattern in patterns.items()}
+    kind = reader.attention_kind(layer)
+    rows = mixed(reader.array(layer, "v"), heads, kind)
+    mask = ",".join(f"{head * kind.head_dim}-{(head + 1) * kind.head_dim - 1}" for head in sorted(heads))
+    return [
+        PatchSpec(layers=layer, positions=[position], hook="z", source=PatchSource(vector=from_numpy(row)), mask=mask)
+        for position, row in zip(reader.positions(), rows, strict=True)
+    ]
+
+
+def patched_fields(prompt: str | Sequence[int], patches: list[PatchSpec], fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the job with these patches beside its own."""
+    own = fields.get("patch", [])
+    prompts = [prompt if isinstance(prompt, str) else list(prompt)]
+    return {**fields, "prompts": prompts, "patch": [*(own if isinstance(own, list | tuple) else [own]), *patches]}
 
 
 class AttentionCalls(ABC):
@@ -38,8 +82,19 @@ class AttentionCalls(ABC):
         or `lora`; edits at `q` and `k` are in the patterns. The job's capture stays on the server, see `Attention.job`.
         Raises what the job raises, and what `CaptureReader.attention` raises.
         """
-        with self.capture(self.run(progress=False, **capture_fields(prompt, layers, fields))) as reader:
+        with self.capture(self.run(**({"progress": False} | capture_fields(prompt, layers, fields)))) as reader:
             return attention_of(reader, layers, heads)
+
+    def patch_attention(self, prompt: str | Sequence[int], patterns: Patterns, **fields: Any) -> JobResult:
+        """Run a prompt in which some heads of a layer attend as `patterns` say: z ← A′·v, with the prompt's own values.
+
+        `patterns`: (layer, head) → `[query, key]` over the tokens of the prompt, where no query attends to a key behind it; rows
+        need not sum to 1. Tokens that are generated attend as the model does. `fields`: of the job, such as `model`, `capture` and
+        `sampling`. Takes two requests: the first captures the values. Raises what `attention_patches` and the jobs raise.
+        """
+        with self.capture(self.run(**({"progress": False} | values_fields(prompt, patterns, fields)))) as reader:
+            patches = attention_patches(reader, patterns)
+        return self.run(**patched_fields(prompt, patches, fields))
 
 
 class AsyncAttentionCalls(ABC):
@@ -54,5 +109,11 @@ class AsyncAttentionCalls(ABC):
         self, prompt: str | Sequence[int], *, layers: LayerSelector = "all", heads: LayerSelector | None = None, **fields: Any
     ) -> Attention:
         """As `AttentionCalls.attention`."""
-        with await self.capture(await self.run(progress=False, **capture_fields(prompt, layers, fields))) as reader:
+        with await self.capture(await self.run(**({"progress": False} | capture_fields(prompt, layers, fields)))) as reader:
             return await asyncio.to_thread(attention_of, reader, layers, heads)
+
+    async def patch_attention(self, prompt: str | Sequence[int], patterns: Patterns, **fields: Any) -> JobResult:
+        """As `AttentionCalls.patch_attention`."""
+        with await self.capture(await self.run(**({"progress": False} | values_fields(prompt, patterns, fields)))) as reader:
+            patches = attention_patches(reader, patterns)
+        return await self.run(**patched_fields(prompt, patches, fields))
