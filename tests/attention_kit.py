@@ -36,7 +36,7 @@ def blob(
     tensors: list[Any] = []
     for hook in hooks:
         for layer in range(LAYERS):
-            values = np.ascontiguousarray(rows(layer, {"q": HEADS, "k": KEY_HEADS}[hook])[list(chosen)])
+            values = np.ascontiguousarray(rows(layer, HEADS if hook == "q" else KEY_HEADS)[list(chosen)])
             tensors.append((f"{hook}.{layer}", "float32", values.shape, [values]))
     for name, values in (("positions", list(chosen)), ("token_ids", facts["token_ids"])):
         tensors.append((name, "int64", [len(values)], [np.array(values, dtype=np.int64)]))

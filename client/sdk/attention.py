@@ -27,6 +27,8 @@ def capture_fields(prompt: str | Sequence[int], layers: LayerSelector, fields: d
     return {"sampling": {"max_tokens": 1}, **fields, "prompts": [prompt if isinstance(prompt, str) else list(prompt)], "capture": capture}
 
 
+#: Fields of a job that count for its values, too: what decides them, and how it is handled. Of results, webhooks and the like there is one.
+_SAME = frozenset({"model", "lora", "steering", "patch", "priority", "expires_in", "progress", "timeout"})
 #: (layer, head) → `[query, key]`.
 Patterns = Mapping[tuple[int, int], np.ndarray]
 
@@ -40,7 +42,8 @@ def values_fields(prompt: str | Sequence[int], patterns: Patterns, fields: dict[
     if len(layers) != 1 or layers[0] < 0:
         raise invalid("patterns", f"are of layers {layers}", allowed="heads of one layer, counted from 0")
     capture = {"hooks": {"q": layers, "v": layers}, "positions": "all_prompt", "at": "after"}
-    return {**fields, "sampling": {"max_tokens": 1}, "prompts": [prompt if isinstance(prompt, str) else list(prompt)], "capture": capture}
+    same = {name: value for name, value in fields.items() if name in _SAME}
+    return {**same, "sampling": {"max_tokens": 1}, "prompts": [prompt if isinstance(prompt, str) else list(prompt)], "capture": capture}
 
 
 def attention_patches(reader: CaptureReader, patterns: Patterns) -> list[PatchSpec]:

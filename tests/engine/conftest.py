@@ -113,7 +113,7 @@ def v1(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 @pytest.fixture(scope="session")
 def cached(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """Prefix cache on, and so few KV blocks that concurrent requests preempt one another."""
-    host = Host(tmp_path_factory.mktemp("cached"), llama, num_gpu_blocks=8, max_model_len=512, fault="rpc")
+    host = Host(tmp_path_factory.mktemp("cached"), llama, num_gpu_blocks=8, max_model_len=512, fault="rpc", hooks="all,inside")
     yield host
     host.close()
 

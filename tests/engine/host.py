@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from midstream.schemas.receipts import Receipt
 from midstream.schemas.selectors import Hook, PositionSelector
 from midstream.schemas.settings import Settings, to_environment
 from midstream.schemas.source_runs import RunFile, RunFiles, run_key
-from midstream.schemas.specs import SteeringSpec, StoredCapture, StoredSteering
+from midstream.schemas.specs import PatchSpec, SteeringSpec, StoredCapture, StoredSteering
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 
 _numbers = itertools.count()
@@ -115,6 +116,12 @@ class Host:
         per_prompt, blobs = resolve_edits([], wished, bounds)
         self._vectors |= {name: from_msgpack(blob, Tensor) for name, blob in blobs.items()}
         return per_prompt[0] if per_prompt else []
+
+    def patches(self, specs: Sequence[PatchSpec], bounds: Bounds) -> list[StoredSteering]:
+        """Likewise patches with vectors of one prompt, which `bounds` describe."""
+        (entries,), blobs = resolve_edits(specs, [], bounds)
+        self._vectors |= {name: from_msgpack(blob, Tensor) for name, blob in blobs.items()}
+        return entries
 
     def job(
         self,

@@ -3,24 +3,27 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 from families import checkpoint
-from host import Host, prompt_of
+from host import Host, prompt_of, relative_error
 from tiny import LAYERS
-from tolerances import FP32_ATTENTION
+from tolerances import FP32_ATTENTION, FP32_ROWS
 from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
 from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
 from midstream.client.captures.patterns import attention_of
 from midstream.client.captures.reader import CaptureReader
+from midstream.client.sdk.attention import attention_patches
 from midstream.schemas.attention import AttentionKind
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import ModelInfo
-from midstream.schemas.specs import CaptureSpec
+from midstream.schemas.specs import CaptureSpec, PatchSpec
 
 #: Of the tiny models whose heads have a width of their own.
 HEADS, HEAD_DIM = 4, 32
@@ -42,14 +45,15 @@ def _eager(path: Path) -> torch.nn.Module:
 
 
 def captured(
-    host: Host, *prompts: list[int], spec: CaptureSpec = QUERIES_AND_KEYS, max_tokens: int = 4
+    host: Host, *prompts: list[int], spec: CaptureSpec = QUERIES_AND_KEYS, max_tokens: int = 4, patch: Sequence[PatchSpec] = ()
 ) -> list[tuple[CaptureReader, list[int]]]:
     """Of each prompt, run together: its capture, and its tokens with those generated."""
     info = msgspec.convert(host.info, ModelInfo)
     jobs = []
     for prompt in prompts:
         bounds = Bounds(info, [PromptFacts(len(prompt))], max_tokens)
-        jobs.append(msgspec.structs.replace(host.job(prompt, max_tokens=max_tokens), captures=resolve_captures(spec, bounds)))
+        job = host.job(prompt, max_tokens=max_tokens, steering=host.patches(patch, bounds) if patch else None)
+        jobs.append(msgspec.structs.replace(job, captures=resolve_captures(spec, bounds)))
     outputs = host.run(*jobs)
     return [(host.capture(job), [*prompt, *outputs[job.id][0].token_ids]) for job, prompt in zip(jobs, prompts, strict=True)]
 
@@ -71,7 +75,7 @@ def test_the_model_reports_how_its_layers_attend(engine: str, request: pytest.Fi
     }
 
 
-@pytest.mark.parametrize("engine", ["v1"])
+@pytest.mark.parametrize("engine", ["v1", "cached"])
 def test_patterns_are_transformers_on_every_engine(engine: str, llama: Path, qwen3: Path, request: pytest.FixtureRequest) -> None:
     """Of prompts in one batch, prefilled in chunks where steps are short; a second time with a cached prefix where there is one."""
     host: Host = request.getfixturevalue(engine)
@@ -91,6 +95,47 @@ def test_a_pattern_needs_the_keys_that_its_queries_see(v1: Host) -> None:
     assert attention_of(reader).layers == [2]
     with pytest.raises(MidstreamError, match="layer 1 was not captured at k"):
         reader.attention(1)
+
+
+def test_a_patched_pattern_gives_the_rows_of_a_transformers_model_that_attends_so(
+    cached: Host, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of heads that share a key head and one that does not: the output of every layer, and of the same prompt without it."""
+    rng, prompt, layer = np.random.default_rng(4), prompt_of(150, seed=9), 1
+    patterns = {(layer, head): np.tril(rng.uniform(0, 0.2, (150, 150))) for head in (1, 2, 3)}
+    values = CaptureSpec(hooks={"q": [layer], "v": [layer]}, positions="all_prompt", at="after")
+    ((reader, _),) = captured(cached, prompt, spec=values)
+    outputs = CaptureSpec(hooks={"post_block": "all"}, positions="all_prompt")
+    ((found, _),) = captured(cached, prompt, spec=outputs, patch=attention_patches(reader, patterns))
+    ((plain, _),) = captured(cached, prompt, spec=outputs)
+    eager = modeling_llama.eager_attention_forward
+
+    def attend(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        given, weights = eager(module, query, key, value, *rest, **more)
+        for (of, head), pattern in patterns.items():
+            if module.layer_idx == of:
+                given[0, :, head] = torch.from_numpy(pattern).float() @ value[0, head * value.shape[1] // query.shape[1]]
+        return given, weights
+
+    def rows() -> list[np.ndarray]:
+        kept: list[np.ndarray] = []
+        hooks = [each.register_forward_hook(lambda *call: kept.append(_first(call[2])[0].numpy())) for each in _eager(llama).model.layers]
+        with torch.no_grad():
+            _eager(llama)(torch.tensor([prompt]))
+        for hook in hooks:
+            hook.remove()
+        return kept
+
+    unpatched = rows()
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", attend)
+    for number, (expected, before) in enumerate(zip(rows(), unpatched, strict=True)):
+        assert relative_error(found.array(number), expected) <= FP32_ROWS
+        assert relative_error(plain.array(number), before) <= FP32_ROWS
+        assert (relative_error(expected, before) > 0.01) == (number >= layer)
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
 
 
 @pytest.mark.matrix

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_kit import HEADS, KEY_HEADS, KIND, LAYERS, TOKENS, blob, reader, rows
+from attention_kit import HEAD, HEADS, KEY_HEADS, KIND, LAYERS, TOKENS, blob, reader, rows
 from rich.console import Console
 
 from midstream.client.captures import patterns
@@ -17,10 +17,11 @@ from midstream.client.cli.main import main
 from midstream.client.notebook import rendered
 from midstream.client.render import attention as show
 from midstream.client.render import attention_figure, figures
-from midstream.client.sdk.attention import capture_fields
+from midstream.client.sdk.attention import attention_patches, capture_fields, values_fields
 from midstream.schemas.attention import AttentionKind
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.images import ImageSpan
+from midstream.schemas.tensors import to_numpy
 
 
 def replaced(kind: AttentionKind, **facts: Any) -> AttentionKind:
@@ -219,3 +220,47 @@ def test_the_call_captures_queries_and_keys_as_attention_uses_them() -> None:
         "capture": {"hooks": {"q": "0-2", "k": "0-2"}, "positions": "all_prompt", "at": "after"},
     }  # fmt: skip
     assert len(attention_of(reader()).layers) == LAYERS
+
+
+def test_a_patch_is_what_the_pattern_makes_of_the_values_in_the_heads_columns() -> None:
+    opened, count = reader(hooks=("q", "v")), len(TOKENS)
+    patterns = {(1, head): np.tril(np.random.default_rng(head).uniform(size=(count, count))) for head in (0, 3)}
+    patches = attention_patches(opened, patterns)
+    assert [patch.positions for patch in patches] == [[place] for place in range(count)]
+    assert {(patch.layers, patch.hook, patch.mask, patch.alpha) for patch in patches} == {
+        (1, "z", f"0-{HEAD - 1},{3 * HEAD}-{4 * HEAD - 1}", 1.0)
+    }
+    written = np.stack([to_numpy(patch.source.vector) for patch in patches if patch.source.vector is not None])
+    values = rows(1, KEY_HEADS)
+    for head, shared in ((0, 0), (3, 1)):
+        expected = patterns[1, head] @ values[:, shared * HEAD : (shared + 1) * HEAD]
+        np.testing.assert_allclose(written[:, head * HEAD : (head + 1) * HEAD], expected, rtol=1e-5, atol=1e-6)
+    assert not written[:, HEAD : 3 * HEAD].any()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        (np.eye(3), r"head 0 has shape \[3, 3\]"),
+        (np.full((13, 13), np.nan), "not finite"),
+        (np.eye(13, k=2), "the query at 0 attends to the key at 2, which is behind it"),
+    ],
+)
+def test_a_pattern_that_no_request_could_have_is_refused(pattern: np.ndarray, words: str) -> None:
+    with pytest.raises(MidstreamError, match=words) as caught:
+        attention_patches(reader(hooks=("q", "v")), {(0, 0): pattern})
+    assert caught.value.field == "patterns"
+
+
+def test_patched_patterns_are_of_heads_of_one_layer() -> None:
+    ideal = np.eye(13)
+    with pytest.raises(MidstreamError, match="head 4 is out of range"):
+        attention_patches(reader(hooks=("q", "v")), {(0, 4): ideal})
+    for given in ({}, {(0, 1): ideal, (1, 1): ideal}, {(-1, 0): ideal}):
+        with pytest.raises(MidstreamError, match="patterns: are of layers"):
+            values_fields("a", given, {})
+    fields = values_fields("a", {(1, 0): ideal}, {"model": "m", "lens": {"layers": -1}, "sampling": {"max_tokens": 9}})
+    assert fields == {
+        "model": "m", "prompts": ["a"], "sampling": {"max_tokens": 1},
+        "capture": {"hooks": {"q": [1], "v": [1]}, "positions": "all_prompt", "at": "after"},
+    }  # fmt: skip
