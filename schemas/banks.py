@@ -18,6 +18,8 @@ BANKS: dict[str, tuple[Hook, ...]] = {
     "router": ("router",),
 }
 BANK: dict[Hook, str] = {hook: bank for bank, hooks in BANKS.items() for hook in hooks}
+#: Banks whose rows are heads.
+OF_HEADS = ("query", "key")
 #: How the setting `hooks` names all those that are inside.
 ALL_INSIDE = "inside"
 

@@ -69,7 +69,9 @@ class Manifest(msgspec.Struct):
     lora: LoraUse | None = None  # adapter that the rows were computed with
     attention: list[AttentionKind] = []  # of the layers of which `sites` has queries or keys
     row: RowShape | None = None  # of the whole row, where it is not of the model's hidden size
-    columns: list[int] = []  # `[start, stop)` of the whole row that this blob holds; empty: all
+    columns: list[int] = []  # `[start, stop)` of the whole row that this blob holds; empty: all, or `heads`
+    widths: dict[str, int] = {}  # hook → elements of a row, where files of several widths or ranks were joined; else `hidden_size`
+    heads: list[int] = []  # that were asked for, over all ranks, where those are not all
 
 
 class BlobEntry(msgspec.Struct):

@@ -12,7 +12,7 @@ from .errors import NO_FIELD, MidstreamError, invalid, misfit, shortened
 from .handling import Priority
 from .interventions import SteeringOp
 from .keys import SCOPES
-from .selectors import ALIASES, HOOKS, RequestedName
+from .selectors import ALIASES, EVERY, RequestedName
 from .specs import At, Layout
 from .states import CallbackEvent
 from .sweeps import Ablation, Alignment, Direction, Metric
@@ -21,18 +21,18 @@ from .sweeps import Ablation, Alignment, Direction, Metric
 PROMPT_POSITIONS = ("all_prompt", "last_prompt")
 #: Field → the names that it takes: msgspec says only that another one is wrong.
 NAMES: dict[str, tuple[str, ...]] = {
-    "capture.hook": HOOKS,
-    "capture.hooks": HOOKS,
+    "capture.hook": EVERY,
+    "capture.hooks": EVERY,
     "capture.positions": get_args(RequestedName),
     "capture.at": get_args(At),
     "capture.dtype": get_args(RowDType),
     "capture.layout": get_args(Layout),
-    "steering.hook": HOOKS,
+    "steering.hook": EVERY,
     "steering.positions": get_args(RequestedName),
     "steering.op": get_args(SteeringOp),
-    "patch.hook": HOOKS,
+    "patch.hook": EVERY,
     "patch.positions": get_args(RequestedName),
-    "hooks": HOOKS,
+    "hooks": EVERY,
     "metric": get_args(Metric),
     "scopes": SCOPES,
     "priority": get_args(Priority),
@@ -77,7 +77,7 @@ def refusal(error: msgspec.ValidationError, prefix: str = "", whole: str | None 
     names: tuple[str, ...] = ()
     if found := _ANOTHER_NAME.match(detail):
         names = NAMES.get(_INDEX.sub("", field), ())
-        meant = suggestion(found["name"], (*names, *ALIASES) if names == HOOKS else names)
+        meant = suggestion(found["name"], (*names, *ALIASES) if names == EVERY else names)
         detail = "; ".join(part for part in (shortened(detail), meant) if part)
     elif detail == NO_FIELD:
         names = fields_at(kind, path.rpartition(".")[0])

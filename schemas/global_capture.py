@@ -11,12 +11,12 @@ from typing import cast, get_args
 import msgspec
 
 from .choices import suggestion
-from .selectors import HOOKS, Alias, Hook, HookName, LayerSelector, RequestedName, resolve_sites, written_range
+from .selectors import EVERY, HOOKS, Alias, Hook, HookName, LayerSelector, RequestedName, resolve_sites, written_range
 from .settings import Settings, SettingsError
 from .specs import CaptureSpec
 
 #: Names of hooks, aliases included.
-HOOK_NAMES = (*HOOKS, *get_args(Alias))
+HOOK_NAMES = (*EVERY, *get_args(Alias))
 #: A separator that is followed by a name; other commas separate layers.
 _BEFORE_HOOK = re.compile(r"[;,]\s*(?=[A-Za-z_])|;")
 _IMAGE = re.compile(r"image:(-?[0-9]{1,4})")
@@ -68,7 +68,7 @@ def parse_hooks(text: str, layers: LayerSelector = "all") -> dict[HookName, Laye
         hook, _, own = (word.strip() for word in part.partition(":"))
         if hook not in HOOK_NAMES:
             meant = suggestion(hook, HOOK_NAMES)
-            known = f"write hook:layers;hook:layers, with hooks {', '.join(HOOKS)}"
+            known = f"write hook:layers;hook:layers, with hooks {', '.join(EVERY)}"
             raise ValueError(f"{hook[:40]!r} is not a hook: {known}" + (f"; {meant}" if meant else ""))
         if hook in hooks:
             raise ValueError(f"{hook} is listed twice: write its layers together, such as {hook}:0-3,7")

@@ -20,7 +20,7 @@ from .dtypes import DTYPES, DType
 from .interventions import STEERING_FIELDS, TENSORS
 from .json_bounds import TooManyValues, check_json
 from .limits import MAX_ENTRIES, MAX_FILE_HEADER, MAX_FILE_TENSORS
-from .selectors import ALIASES, HOOKS, resolve_hook
+from .selectors import ALIASES, EVERY, resolve_hook
 from .specs import SteeringSpec
 from .tensors import Tensor
 
@@ -34,7 +34,7 @@ SHAPES = {
     for name in dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.tensors)
 }
 #: What the metadata of a simple file may say, for all its sites.
-SHARED = ("op", "positions", *dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.options))
+SHARED = ("op", "positions", "heads", *dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.options))
 _DTYPE_OF: dict[str, DType] = {DTYPES[name].file: name for name in get_args(DType)}
 _SITE = re.compile(r"(?P<hook>[a-z_]+)\.(?P<layer>-?[0-9]{1,6})(?:\.(?P<field>[a-z]+))?")
 _INDEXED = re.compile(r"(?P<index>0|[1-9][0-9]{0,5})\.(?P<field>[a-z]+)")
@@ -87,11 +87,11 @@ def of_sites(tensors: Mapping[str, Tensor], shared: Mapping[str, Any] | None = N
     for key, tensor in tensors.items():
         match = _SITE.fullmatch(key)
         hook = match and resolve_hook(match["hook"])  # type: ignore[arg-type]  # whether it is a hook is what the next line asks
-        if match is None or hook not in HOOKS:
-            names = ", ".join([*HOOKS, *(name for name in ALIASES if not name.startswith("hook_"))])
+        if match is None or hook not in EVERY:
+            names = ", ".join([*EVERY, *(name for name in ALIASES if not name.startswith("hook_"))])
             raise ValueError(f"{_quoted(key)} is not a site: write {{hook}}.{{layer}}, such as post_block.12, with hooks {names}")
         field = match["field"] or "vector"
-        site = (HOOKS.index(hook), int(match["layer"]))
+        site = (EVERY.index(hook), int(match["layer"]))
         if (before := named.setdefault((*site, field), key)) != key:
             raise ValueError(f"{_quoted(key)} is the same as {_quoted(before)}: keep one of them")
         sites.setdefault(site, {})[field] = _fitting(key, field, tensor)
@@ -101,7 +101,7 @@ def of_sites(tensors: Mapping[str, Tensor], shared: Mapping[str, Any] | None = N
     specs = []
     for (hook_index, layer), fields in sorted(sites.items()):
         implied = {} if "vector" in fields else {"op": next(op for op, takes in STEERING_FIELDS.items() if fields.keys() & takes.tensors)}
-        specs.append(SteeringSpec(layers=layer, hook=HOOKS[hook_index], **{**implied, **(shared or {}), **fields}))
+        specs.append(SteeringSpec(layers=layer, hook=EVERY[hook_index], **{**implied, **(shared or {}), **fields}))
     return specs
 
 

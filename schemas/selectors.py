@@ -39,6 +39,7 @@ Hook = Literal[
 #: Those of the residual stream's width.
 HOOKS: tuple[Hook, ...] = get_args(Hook)[:6]
 INSIDE: tuple[Hook, ...] = get_args(Hook)[6:]
+EVERY: tuple[Hook, ...] = get_args(Hook)
 #: All, in the order in which a layer's forward meets them.
 FORWARD: tuple[Hook, ...] = (
     "pre_attn", "q_proj", "k_proj", "q", "k", "v", "z", "attn_out", "post_attn", "mlp_in", "router", "mlp_act", "mlp_out", "post_block",
@@ -102,6 +103,8 @@ DimensionSelector = (
     | LayerNumber
     | Annotated[list[LayerNumber], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 )
+#: Heads of a hook that has some, written as layers are.
+HeadSelector = LayerSelector
 _LAYERS = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
 
 #: Named position sets; anything else is a list of absolute token positions, negative from the prompt's end.

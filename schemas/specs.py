@@ -18,6 +18,7 @@ from .probes import StoredProbe
 from .readings import Reading
 from .selectors import (
     DimensionSelector,
+    HeadSelector,
     Hook,
     HookName,
     LayerSelector,
@@ -84,6 +85,7 @@ class CaptureSpec(SitesSpec):
     tag: Tag = "default"
     layout: Layout = "auto"
     consumers: Consumers = msgspec.field(default_factory=lambda: list(DEFAULT_CONSUMERS))
+    heads: HeadSelector | None = None  # of hooks that have heads: only these are stored, one behind the other; null: all
     run: RunName | None = None  # keep the rows as a source run of this name, that others are patched with; needs `filesystem`
 
 
@@ -113,6 +115,7 @@ class SteeringSpec(Record):
     rotation: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
+    heads: HeadSelector | None = None  # of a hook that has heads: only these are edited, and tensors may be as wide as one head
     sae: Reference | None = None  # the name of a sparse autoencoder
     feature: Index | None = None  # its number; required with `sae`
     value: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = (
@@ -169,6 +172,7 @@ class PatchSpec(Record):
     source: PatchSource
     hook: HookName = "post_block"
     alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    heads: HeadSelector | None = None  # of a hook that has heads: only these are written; not together with `mask`
     mask: DimensionSelector | None = None  # dimensions that are written, as layers are named: "0-63,100", a list; null: all
 
 
@@ -222,6 +226,7 @@ class StoredCapture(Record, omit_defaults=True):
     reading: Reading | None = None  # what its rows are for; they are not stored then, and `consumers` is `readings.READER` alone
     row: RowShape | None = None  # null: the model's hidden size
     beside: dict[Hook, list[int]] = {}  # sites of the same `CaptureSpec` in other banks
+    heads: list[int] = []  # that are stored, ascending; empty: whole rows
 
     @property
     def bank(self) -> str:
@@ -236,6 +241,12 @@ class StoredCapture(Record, omit_defaults=True):
             beside = {hook: layers for hook, layers in self.sites.items() if hook not in sites}
             found.append(msgspec.structs.replace(self, sites=sites, row=row, beside=beside))
         return found
+
+    def stored_size(self, hidden_size: int) -> int:
+        """Elements of a row as it is stored, of all ranks together."""
+        if self.row is None:
+            return hidden_size
+        return len(self.heads) * self.row.width if self.heads else self.row.size
 
     @property
     def everywhere(self) -> bool:

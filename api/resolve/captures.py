@@ -33,6 +33,7 @@ from ...schemas.selectors import (
 from ...schemas.specs import DEFAULT_CONSUMERS, CaptureSpec, PatchSpec, SitesSpec, SteeringSpec, StoredCapture, memory_bytes
 from ...schemas.steering import SteeringTemplate
 from . import global_capture
+from .heads import heads_of
 
 #: Rows that come back are kept in Redis with their job's result: all prompts of a job together may give so many bytes (or one
 #: prompt its `memory_limit_kib`, where that is more).
@@ -139,8 +140,14 @@ def _consumers(spec: CaptureSpec, bounds: Bounds) -> list[str]:
     return spec.consumers
 
 
+def _heads(spec: CaptureSpec, bounds: Bounds) -> list[int]:
+    return heads_of(spec.heads, list(_sites(spec, bounds)), bounds.model)
+
+
 def _run(spec: CaptureSpec, bounds: Bounds) -> None:
     """A source run is files: workers read them when it is needed, also long after."""
+    if spec.run is not None and spec.heads is not None:
+        raise ValueError("a source run has whole rows: omit heads")
     if spec.run is not None and "filesystem" not in spec.consumers:
         raise ValueError(f"requires the consumer 'filesystem' (consumers: {', '.join(spec.consumers) or 'none'}): add it, or omit run")
 
@@ -150,6 +157,7 @@ SITE_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (("hook", _on
 
 CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
     *SITE_RULES,
+    ("heads", _heads),
     ("positions", positions_of_each),
     ("consumers", _consumers),
     ("run", _run),
@@ -190,7 +198,7 @@ def _captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]
     return [
         StoredCapture(
             sites=made["hooks"], positions=chosen, tag=spec.tag, every_n=spec.every_n, at=spec.at, dtype=spec.dtype, layout=spec.layout,
-            consumers=made["consumers"],
+            consumers=made["consumers"], heads=made["heads"],
         )
         for chosen in made["positions"]
     ]  # fmt: skip
@@ -290,6 +298,5 @@ def _returned_bytes(capture: StoredCapture, index: int, bounds: Bounds) -> int:
         return 0
     dtype = model.dtype if capture.dtype == "model" else capture.dtype
     return sum(
-        memory_bytes(positions, part.num_sites, part.row.size if part.row else model.hidden_size, dtype, model.pp)
-        for part in split([capture], model)
+        memory_bytes(positions, part.num_sites, part.stored_size(model.hidden_size), dtype, model.pp) for part in split([capture], model)
     )

@@ -4,7 +4,7 @@ What each op takes is a table, `schemas.interventions`; what must hold of a fiel
 `steering.py` resolves all entries, named modules among them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -13,12 +13,13 @@ import numpy as np
 
 from ...schemas.base import to_msgpack
 from ...schemas.dtypes import DTYPES
-from ...schemas.interventions import MAX_RANK, PLAIN, STEERING_FIELDS, TENSORS, VARIANTS, Intervention, Number
+from ...schemas.interventions import FAMILY, MAX_RANK, PLAIN, STEERING_FIELDS, TENSORS, VARIANTS, Intervention, Number
 from ...schemas.selectors import STREAM_HOOKS, Hook, PositionSelector, resolve_hook, resolve_layers
 from ...schemas.specs import SteeringSpec
 from ...schemas.steering import SteeringTemplate
-from ...schemas.tensors import Tensor, content_hash, to_numpy
+from ...schemas.tensors import Tensor, content_hash, from_numpy, to_numpy
 from .captures import Bounds, apply_rules, one_hook, positions_of_each
+from .heads import dimensions, of_spec, widened, within_one_rank
 
 
 def _filled_in(spec: SteeringSpec) -> SteeringSpec:
@@ -79,6 +80,12 @@ def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
     wanted = [rank, width] if TENSORS[field].wide else [rank]
     if tensor.shape != wanted:
         raise ValueError(f"has shape {tensor.shape}: it must be {wanted}, because {first} is {[rank, width]}")
+
+
+def _alone(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
+    family = family_of(spec)
+    if field == family.tensors[0]:
+        within_one_rank(spec, family, bounds.model)
 
 
 def _rank(spec: SteeringSpec) -> int:
@@ -162,14 +169,21 @@ NUMBERS = tuple(dict.fromkeys(name for family in PLAIN for name in numbers_of(fa
 GIVEN = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.tensors))
 OPTIONS = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.options))
 
-RULES: tuple[Rule, ...] = (
+#: What decides of which rows and heads the tensors are: the others judge them as they are then.
+PLACE_RULES: tuple[Rule, ...] = (
     ("hook", lambda spec, bounds: one_hook(spec.hook or "post_block", bounds)),
+    ("heads", lambda spec, bounds: of_spec(spec, bounds.model)),
+)
+
+RULES: tuple[Rule, ...] = (
+    *PLACE_RULES,
     ("layers", _layers),
     ("positions", positions_of_each),
     *((field, partial(_taken, field)) for field in (*GIVEN, *OPTIONS)),
     *((f"{field}.shape", partial(_shape, field)) for field in GIVEN),
     *((f"{field}.data", partial(_data, field)) for field in GIVEN),
     ("norm_match", _norm_match),
+    *((field, partial(_alone, field)) for field in GIVEN),
     *((name, partial(_number, name)) for name in NUMBERS),
 )
 
@@ -180,19 +194,33 @@ def resolve_entry(spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, 
     Raises a 400 naming the field below `at`.
     """
     spec = _filled_in(spec)
+    heads = apply_rules(PLACE_RULES, spec, bounds, at)["heads"]
+    if heads:
+        spec = widened(spec, heads, bounds.model)
     made = apply_rules(RULES, spec, bounds, at)
     family = family_of(spec)
+    masks = []
+    if heads and family.name == "replace":  # other families leave alone what is 0 in their tensors
+        family, masks = FAMILY["replace_masked"], [keep_mask(made["hook"], heads, bounds, blobs)]
     entry = SteeringTemplate(
         layers=made["layers"],
         hook=made["hook"],
         positions=spec.positions or "all",
         family=family.name,
-        tensors=[keep(getattr(spec, field), blobs) for field in family.tensors],
+        tensors=[keep(getattr(spec, field), blobs) for field in family.tensors if field != "mask"] + masks,
         scale=made["scale"] if family.scale is not None else 1.0,
         numbers=[made[number.name] for number in family.numbers],
         rank=_rank(spec) if family.ranked else 0,
     )
     return entry, made["positions"]
+
+
+def keep_mask(hook: Hook, heads: Sequence[int], bounds: Bounds, blobs: dict[str, bytes]) -> str:
+    """The name of `[row]` float32, 1 in the columns of `heads` and 0 elsewhere; it is added to `blobs`."""
+    shape = bounds.model.inside[hook]
+    values = np.zeros(shape.size, np.float32)
+    values[dimensions(heads, shape)] = 1
+    return keep(from_numpy(values), blobs)
 
 
 def reach_of(spec: SteeringSpec) -> float:

@@ -32,6 +32,7 @@ from ...schemas.specs import PatchSpec, SteeringSpec, StoredSteering
 from ...schemas.steering import Module
 from ...schemas.tensors import content_hash, from_numpy
 from .captures import Bounds, apply_rules, one_hook, positions_of_each
+from .heads import dimensions, heads_of, whole_vector
 from .interventions import RULES as STEERING_RULES
 from .interventions import limit_of, reach_of
 from .model_state import ModelState, unknown_module
@@ -98,6 +99,11 @@ def _listed(selector: PositionSelector, tokens: int, end: int) -> PositionSelect
 
 def _mask(spec: PatchSpec, bounds: Bounds) -> list[int] | None:
     """The dimensions that are written; None: all of them."""
+    if spec.heads is not None:
+        if spec.mask is not None:
+            raise ValueError("give either heads or mask")
+        hook = resolve_hook(spec.hook)
+        return dimensions(heads_of(spec.heads, [hook], bounds.model), bounds.model.inside[hook])
     if spec.mask is None:
         return None
     size = bounds.model.row_size(resolve_hook(spec.hook))
@@ -108,6 +114,7 @@ def _mask(spec: PatchSpec, bounds: Bounds) -> list[int] | None:
 RULES: tuple[tuple[str, Callable[[PatchSpec, Bounds], Any]], ...] = (
     ("hook", lambda spec, bounds: one_hook(spec.hook, bounds)),
     ("layers", lambda spec, bounds: resolve_layers(spec.layers, bounds.model.num_layers)),
+    ("heads", lambda spec, bounds: heads_of(spec.heads, [resolve_hook(spec.hook)], bounds.model)),
     ("mask", _mask),
     ("positions", _destinations),
 )
@@ -145,6 +152,8 @@ VECTOR_RULES = tuple(rule for rule in STEERING_RULES if rule[0] in ("vector.shap
 def _of_vector(patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]) -> list[list[StoredSteering]]:
     vector = patch.spec.source.vector
     assert vector is not None
+    if patch.spec.heads is not None:
+        vector = whole_vector(vector, heads_of(patch.spec.heads, [patch.hook], bounds.model), patch.hook, bounds.model)
     spec = SteeringSpec(layers=patch.layers, op="replace", vector=vector, hook=patch.hook)
     apply_rules(VECTOR_RULES, spec, bounds, f"{patch.at}.source")
     _check_reach(patch.source("vector.data"), reach_of(spec), bounds)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 from zlib_ng import zlib_ng
 
 from ...broker.artifacts.headers import Place, explained, header_of, must_be_there
@@ -72,16 +73,33 @@ class Joined:
     """A safetensors file that is yet to be sent."""
 
     head: bytes
-    parts: list[tuple[OpenBlob, TensorPlace]]
+    parts: list[list[tuple[OpenBlob, TensorPlace]]]  # of each tensor: its place, or those of its columns, in their order
 
     @property
     def length(self) -> int:
-        return len(self.head) + sum(tensor.length for _, tensor in self.parts)
+        return len(self.head) + sum(tensor.length for part in self.parts for _, tensor in part)
 
     def chunks(self) -> Iterator[bytes]:
         yield self.head
-        for blob, tensor in self.parts:
-            yield from blob.read(tensor.start, tensor.length)
+        for part in self.parts:
+            if len(part) == 1:
+                yield from part[0][0].read(part[0][1].start, part[0][1].length)
+            else:
+                yield from _side_by_side(part)
+
+
+def _side_by_side(part: Sequence[tuple[OpenBlob, TensorPlace]]) -> Iterator[bytes]:
+    """Rows of which several ranks stored columns, some rows at a time."""
+    count = part[0][1].shape[0]
+    widths = [tensor.length // count if count else 0 for _, tensor in part]
+    step = max(1, CHUNK // max(1, sum(widths)))
+    for first in range(0, count, step):
+        rows = min(step, count - first)
+        read = [
+            np.frombuffer(b"".join(blob.read(tensor.start + first * width, rows * width)), np.uint8).reshape(rows, width)
+            for (blob, tensor), width in zip(part, widths, strict=True)
+        ]
+        yield np.concatenate(read, axis=1).tobytes()
 
 
 def join(blobs: Sequence[OpenBlob], sites: dict[str, list[int]]) -> Joined:
@@ -96,14 +114,25 @@ def join(blobs: Sequence[OpenBlob], sites: dict[str, list[int]]) -> Joined:
             raise MidstreamError(
                 "conflict", "the pipeline stages hold rows of different positions because some were dropped: download the files instead"
             )
-    held = {tensor.site: (blob, tensor) for blob in blobs for tensor in blob.header.tensors.values() if tensor.site is not None}
+    held: dict[tuple[str, int], list[tuple[OpenBlob, TensorPlace]]] = {}
+    for blob in sorted(blobs, key=lambda blob: blob.header.manifest.columns):
+        for tensor in blob.header.tensors.values():
+            if tensor.site is not None:
+                held.setdefault(tensor.site, []).append((blob, tensor))
     parts = []
     for hook, layers in sites.items():
         for layer in layers:
             if (hook, layer) not in held:
                 raise MidstreamError("capture_failed", f"{hook}.{layer} is in no file: a pipeline stage is missing")
             parts.append(held[hook, layer])
-    parts += [(blobs[0], blobs[0].header.tensors[name]) for name in ("positions", "token_ids")]
-    manifest: Manifest = msgspec.structs.replace(first, sites=sites, stage_sites=sites, all_sites=sites, stages=1, pp=0, reused=0)
-    described = [(tensor.name, tensor.dtype, tensor.shape, tensor.length) for _, tensor in parts]
+    parts += [[(blobs[0], blobs[0].header.tensors[name])] for name in ("positions", "token_ids")]
+    described = []
+    for part in parts:
+        tensor = part[0][1]
+        shape = [tensor.shape[0], sum(place.shape[1] for _, place in part)] if tensor.site is not None else tensor.shape
+        described.append((tensor.name, tensor.dtype, shape, sum(place.length for _, place in part)))
+    widths = {name.partition(".")[0]: shape[1] for name, _, shape, _ in described if len(shape) > 1}
+    manifest: Manifest = msgspec.structs.replace(
+        first, sites=sites, stage_sites=sites, all_sites=sites, stages=1, pp=0, reused=0, widths=widths, columns=[]
+    )
     return Joined(encode_header(described, manifest), parts)

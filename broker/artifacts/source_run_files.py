@@ -55,6 +55,8 @@ def shortfall(blobs: Sequence[Blob]) -> str:
     for _, manifest in blobs:
         if manifest.dropped:
             return f"positions were dropped under overload (count: {len(manifest.dropped)})"
+        if manifest.heads:
+            return "it holds single heads, and a source run has whole rows"
         if (manifest.positions, manifest.token_ids) != (first.positions, first.token_ids):
             return "its files disagree on positions or tokens"
     held = {(hook, layer) for _, manifest in blobs for hook, layers in manifest.sites.items() for layer in layers}

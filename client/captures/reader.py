@@ -42,7 +42,12 @@ class _Request:
 
     def __init__(self, blobs: Sequence[Blob]):
         self.blobs = sorted(blobs, key=lambda blob: (blob.header.manifest.pp, blob.place.key, blob.place.offset))
-        self.sites = {tensor.site: blob for blob in self.blobs for tensor in blob.header.tensors.values() if tensor.site is not None}
+        #: Site → its blob; where ranks stored columns of the rows, one for each, in the order of the columns.
+        self.sites: dict[tuple[str, int], list[Blob]] = {}
+        for blob in sorted(self.blobs, key=lambda blob: blob.header.manifest.columns):
+            for tensor in blob.header.tensors.values():
+                if tensor.site is not None:
+                    self.sites.setdefault(tensor.site, []).append(blob)
 
     @property
     def manifest(self) -> Manifest:
@@ -52,7 +57,7 @@ class _Request:
     def missing(self) -> list[str]:
         """Tensors that belong to the capture and are in no blob."""
         wanted = [(hook, layer) for hook, layers in self.manifest.all_sites.items() for layer in layers]
-        return [f"{hook}.{layer}" for hook, layer in wanted if (hook, layer) not in self.sites]
+        return [f"{hook}.{layer}" for hook, layer in wanted if not _all_columns(self.sites.get((hook, layer), []))]
 
     def incomplete(self) -> str:
         """Why it is not whole; empty when it is."""
@@ -91,6 +96,20 @@ class _Request:
         """Which rows of the blob's tensors belong to `positions`; None: all."""
         own = blob.header.manifest.positions
         return None if len(own) == len(self.positions) else [row for row, position in enumerate(own) if position in self.positions]
+
+
+def _all_columns(blobs: Sequence[Blob]) -> bool:
+    """Whether these blobs of one site, in the order of their columns, hold whole rows."""
+    end = 0
+    for manifest in (blob.header.manifest for blob in blobs):
+        if manifest.row is None or not manifest.columns:
+            return True
+        if manifest.columns[0] != end:
+            return False
+        end = manifest.columns[1]
+        if end == (len(manifest.heads) * manifest.row.width if manifest.heads else manifest.row.size):
+            return True
+    return False
 
 
 def _asked(blob: Blob) -> list[int]:
@@ -257,17 +276,23 @@ class CaptureReader:
         `layer`: negative ones count from the model's last, -1. TransformerLens' names are understood. Raises MidstreamError naming
         the layers there are.
         """
-        blob, name, rows = self._tensor(layer, hook, request)
-        array = blob.array(name)
-        return array if rows is None else array[rows]
+        return self._joined(layer, hook, request, Blob.array)
 
     def raw(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
         """`[positions, hidden]` as it lies in the file: read-only, nothing copied; bfloat16 as its uint16 bit patterns.
 
-        (A copy only where a pipeline stage holds rows that another one dropped.)
+        (A copy only where ranks hold columns of the rows, or a pipeline stage holds rows that another one dropped.)
         """
-        blob, name, rows = self._tensor(layer, hook, request)
-        return blob.raw(name) if rows is None else blob.raw(name)[rows]
+        return self._joined(layer, hook, request, Blob.raw)
+
+    def _joined(self, layer: int, hook: str | None, request: int, read: Callable[[Blob, str], np.ndarray]) -> np.ndarray:
+        """The rows of one site, the columns of all ranks side by side."""
+        found, blobs, name = self._tensor(layer, hook, request)
+        parts = []
+        for blob in blobs:
+            array, rows = read(blob, name), found.rows(blob)
+            parts.append(array if rows is None else array[rows])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def stack(self, layers: Sequence[int] | None = None, hook: str | None = None, request: int = 0) -> np.ndarray:
         """`[layers, positions, hidden]` float32; by default of every captured layer."""
@@ -295,8 +320,8 @@ class CaptureReader:
 
     def attention_kind(self, layer: int, request: int = 0) -> AttentionKind:
         """How a layer turns queries and keys into patterns. Raises MidstreamError where `q` was not captured or that is not recorded."""
-        blob, site, _ = self._tensor(layer, "q", request)
-        return kind_at(blob.header.manifest.attention, int(site.rpartition(".")[2]))
+        _, blobs, site = self._tensor(layer, "q", request)
+        return kind_at(blobs[0].header.manifest.attention, int(site.rpartition(".")[2]))
 
     def row(self, layer: int, position: int, hook: str | None = None, request: int = 0) -> np.ndarray:
         """`[hidden]` float32 at an absolute token position."""
@@ -357,16 +382,16 @@ class CaptureReader:
             return DEFAULT_HOOK
         return hooks[0]
 
-    def _tensor(self, layer: int, hook: str | None, request: int) -> tuple[Blob, str, list[int] | None]:
+    def _tensor(self, layer: int, hook: str | None, request: int) -> tuple[_Request, list[Blob], str]:
         found, chosen = self._of(request), self._hook(hook, request)
         if layer < 0:
             layer = _from_the_end(layer, found.manifest)
-        blob = found.sites.get((chosen, layer))
-        if blob is None:
+        blobs = found.sites.get((chosen, layer))
+        if not blobs:
             layers, hooks = self.layers(request, chosen), self.hooks(request)
             allowed = str(layers) if layers else f"hooks {', '.join(hooks)}"
             raise MidstreamError("not_found", f"layer {layer} was not captured at {chosen}", field="layer", allowed=allowed)
-        return blob, f"{chosen}.{layer}", found.rows(blob)
+        return found, blobs, f"{chosen}.{layer}"
 
 
 def _from_the_end(layer: int, manifest: Manifest) -> int:
@@ -400,10 +425,9 @@ def _check(blob: Blob) -> Check:
     for hook, layers in manifest.sites.items():
         for layer in layers:
             tensor = blob.header.tensors.get(f"{hook}.{layer}")
-            if tensor is None or tensor.shape != [rows, manifest.hidden_size]:
-                wrong.append(
-                    f"{hook}.{layer} is {'missing' if tensor is None else tensor.shape} (expected: [{rows}, {manifest.hidden_size}])"
-                )
+            shape = [rows, manifest.widths.get(hook, manifest.hidden_size)]
+            if tensor is None or tensor.shape != shape:
+                wrong.append(f"{hook}.{layer} is {'missing' if tensor is None else tensor.shape} (expected: {shape})")
     for name, values in (("positions", manifest.positions), ("token_ids", manifest.token_ids)):
         if name not in blob.header.tensors or blob.unchecked(name).tolist() != values:
             wrong.append(f"the tensor {name} does not match the manifest")

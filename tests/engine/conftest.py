@@ -128,7 +128,9 @@ def interpreted() -> dict[str, str]:
 def v2(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """The v2 runner."""
     directory = tmp_path_factory.mktemp("v2")
-    host = Host(directory, llama, interpreted(), runner="v2", max_num_batched_tokens=64, max_model_len=256, max_num_seqs=8)
+    host = Host(
+        directory, llama, interpreted(), runner="v2", max_num_batched_tokens=64, max_model_len=256, max_num_seqs=8, hooks="all,inside"
+    )
     yield host
     host.close()
 
@@ -156,7 +158,7 @@ def overlapped(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="session")
 def compiled(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """torch.compile (inductor on CPU), v1 runner."""
-    host = Host(tmp_path_factory.mktemp("compiled"), llama, enforce_eager=False, max_num_batched_tokens=64, fault="rpc")
+    host = Host(tmp_path_factory.mktemp("compiled"), llama, enforce_eager=False, max_num_batched_tokens=64, fault="rpc", hooks="all,inside")
     yield host
     host.close()
 
@@ -169,7 +171,7 @@ def two_ranks() -> None:
 @pytest.fixture(scope="session")
 def tp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """Two tensor-parallel ranks; each tenant has a prefix cache of its own."""
-    host = Host(tmp_path_factory.mktemp("tp2"), qwen3, tensor_parallel_size=2, fault="rpc", prefix_cache_scope="tenant")
+    host = Host(tmp_path_factory.mktemp("tp2"), qwen3, tensor_parallel_size=2, fault="rpc", prefix_cache_scope="tenant", hooks="all,inside")
     yield host
     host.close()
 
@@ -177,6 +179,6 @@ def tp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]
 @pytest.fixture(scope="session")
 def pp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """Two pipeline stages."""
-    host = Host(tmp_path_factory.mktemp("pp2"), qwen3, pipeline_parallel_size=2)
+    host = Host(tmp_path_factory.mktemp("pp2"), qwen3, pipeline_parallel_size=2, hooks="all,inside")
     yield host
     host.close()

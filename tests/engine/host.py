@@ -173,7 +173,7 @@ class Host:
         key = run_key(job.id, request, tag)
         self.runs[key] = RunFiles(
             key=key,
-            sites=job.captures[request][0].sites,
+            sites={hook: layers for capture in job.captures[request] if capture.tag == tag for hook, layers in capture.sites.items()},
             positions=reader.positions(request),
             hidden_size=self.info["hidden_size"],
             bytes=sum(file.bytes for file in files),

@@ -3,19 +3,24 @@
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from host import Host, prompt_of, relative_error
 from inside_reference import InsideReference
+from reference import Edit
 from tiny import LAYERS
 from tolerances import FP32_ROWS
 
 from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
 from midstream.client.captures.blobs import at
 from midstream.client.captures.reader import CaptureReader
+from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.selectors import INSIDE
-from midstream.schemas.specs import CaptureSpec
+from midstream.schemas.source_runs import RunRow, row_name
+from midstream.schemas.specs import CaptureSpec, SteeringSpec, StoredSteering
+from midstream.schemas.tensors import from_numpy
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +81,201 @@ def test_one_capture_of_several_widths_is_read_as_one(v1: Host) -> None:
     kept = [at(v1.root / file.path, file.offset, file.bytes) for file in v1.receipts(job)[0].files if "k" not in file.sites]
     with pytest.raises(Exception, match=r"incomplete: missing tensors \(1\): k.0"):
         CaptureReader.of_job(kept, job.id, status="ok").array(0, "post_block")
+
+
+RNG = np.random.default_rng(5)
+#: Of the edits below: of some prompt tokens and of all that is generated.
+POSITIONS = [2, 5, 9]
+
+
+def edits(host: Host) -> dict[str, Edit]:
+    """Every op that is possible at every hook, at a layer of its own."""
+    found = {}
+    for number, hook in enumerate(served(host)):
+        shape = host.info["inside"][hook]
+        size = shape["heads"] * shape["width"]
+        vector = RNG.normal(size=size).astype(np.float32)
+        ops = {
+            "add": {"scale": 0.5},
+            "replace": {"alpha": 0.75},
+            "ablate": {},
+            "clamp": {"low": -0.1, "high": 0.1},
+            "lowrank": {
+                "rotation": np.linalg.qr(RNG.normal(size=(size, 2)))[0].T.astype(np.float32),
+                "weight": 0.1 * RNG.normal(size=(2, size)).astype(np.float32),
+                "bias": RNG.normal(size=2).astype(np.float32),
+            },
+        }
+        for op, options in ops.items():
+            given = {} if op == "lowrank" else {"vector": vector}
+            found[f"{op} {hook}"] = Edit(number % (LAYERS - 1), hook=hook, op=op, positions=POSITIONS, **given, **options)
+    return found
+
+
+def check_edits(host: Host, reference: InsideReference, wanted: dict[str, Edit]) -> None:
+    """Each in a request of its own, all in one batch with one that nothing edits: rows behind the edit, and what they become."""
+    jobs = {}
+    for name, edit in wanted.items():
+        job = host.job(prompt_of(12, seed=len(jobs)), max_tokens=3, steering=host.steering(edit), logprobs=0)
+        jobs[name] = captured(host, job, hooks={edit.hook: edit.layer, "z": "all", "post_block": "all"}, positions="all", at="after")
+    jobs["plain"] = captured(host, host.job(prompt_of(12), max_tokens=3), hooks={"z": "all", "post_block": "all"}, positions="all")
+    answers = host.run(*jobs.values())
+    wrong = {}
+    for number, (name, job) in enumerate(jobs.items()):
+        edit = [wanted[name]] if name in wanted else []
+        seed = number if edit else 0
+        tokens = [*prompt_of(12, seed=seed), *answers[job.id][0].token_ids][:-1]
+        rows, reader = reference.rows(tokens, *edit), host.capture(job)
+        last = relative_error(reader.array(LAYERS - 1, "post_block"), rows["post_block", LAYERS - 1])
+        attended = relative_error(reader.array(LAYERS - 1, "z"), rows["z", LAYERS - 1])
+        if max(last, attended) > FP32_ROWS:
+            wrong[name] = (last, attended)
+        if edit and relative_error(reference.rows(tokens)["post_block", LAYERS - 1][-4:], rows["post_block", LAYERS - 1][-4:]) < 1e-3:
+            wrong[name] = ("the edit", "changes nothing in the reference")
+        applied = sum(receipt.applied for receipt in host.receipts(job))
+        if edit and applied != len(POSITIONS) * host.settings.tensor_parallel_size:
+            wrong[name] = ("applied", applied)
+    assert wrong == {}
+
+
+def test_every_op_at_every_hook_inside_reaches_what_follows(v1: Host, inside: InsideReference) -> None:
+    check_edits(v1, inside, edits(v1))
+
+
+def test_heads_are_captured_and_edited_alone(v1: Host, inside: InsideReference) -> None:
+    """A vector of one head for two heads, zeros for another; one is ablated. The rows of other heads keep their bits."""
+    vector = RNG.normal(size=32).astype(np.float32)
+    specs = [
+        SteeringSpec(layers=1, hook="z", op="replace", vector=from_numpy(vector), heads="0,2", positions=[4]),
+        SteeringSpec(layers=2, hook="v", op="ablate", vector=from_numpy(vector), heads=1),
+        SteeringSpec(layers=0, hook="hook_rot_q", op="add", vector=from_numpy(vector), heads=[-1], scale=2.0),
+    ]
+    job = v1.job(prompt_of(12), max_tokens=2, steering=v1.steering(*specs))
+    whole = captured(v1, job, hooks={"z": [1], "q": [0], "v": [2], "post_block": [3]}, positions="all", at="after")
+    two = captured(v1, msgspec.structs.replace(job, id=f"{job.id}b"), hooks={"z": [1]}, heads="0,3", positions="all", at="after")
+    outputs = v1.run(whole, two)
+    row, other = np.zeros((2, 4, 32), np.float32), np.zeros((2, 32), np.float32)
+    row[0, [0, 2]], row[1, 3], other[1] = vector, vector, vector
+    mask = np.repeat([True, False, True, False], 32)
+    same = [
+        Edit(1, row[0].reshape(-1), hook="z", op="replace", positions=[4], mask=mask),
+        Edit(2, other.reshape(-1), hook="v", op="ablate"),
+        Edit(0, row[1].reshape(-1), hook="q", op="add", scale=2.0),
+    ]
+    rows = inside.rows([*prompt_of(12), *outputs[whole.id][0].token_ids][:-1], *same)
+    reader = v1.capture(whole)
+    assert relative_error(reader.array(3, "post_block"), rows["post_block", 3]) <= FP32_ROWS
+    edited = reader.array(1, "z").reshape(-1, 4, 32)
+    assert np.array_equal(edited[4, [0, 2]], [vector, vector])
+    assert relative_error(edited[:, 1], rows["z", 1].reshape(-1, 4, 32)[:, 1]) <= FP32_ROWS
+    heads = v1.capture(two)
+    assert (heads.manifest().heads, heads.array(1, "z").shape) == ([0, 3], (13, 64))
+    assert np.array_equal(heads.array(1, "z").reshape(-1, 2, 32), edited[:, [0, 3]])
+
+
+def test_heads_of_a_source_run_are_patched_in(v1: Host, inside: InsideReference) -> None:
+    """`z` of one head of another prompt, bit for bit; what follows is the reference's."""
+    source = captured(v1, v1.job(prompt_of(12, seed=8), max_tokens=1), hooks={"z": [1], "pre_attn": [1]}, positions="all_prompt")
+    v1.run(source)
+    run, rows = v1.keep(source), v1.capture(source).array(1, "z")
+    mask = np.repeat([0, 0, 1, 0], 32).astype(np.float32)
+    patch = StoredSteering(
+        layers=[1],
+        hook="z",
+        positions=[7],
+        family="replace_masked",
+        tensors=[row_name(RunRow(run, "z", 1, 3)), v1.vector(mask)],
+        numbers=[1.0],
+    )
+    job = captured(
+        v1,
+        v1.job(prompt_of(12), max_tokens=1, steering=[patch], logprobs=0),
+        hooks={"z": [1], "post_block": [3]},
+        positions="all",
+        at="after",
+    )
+    v1.run(job)
+    reader = v1.capture(job)
+    assert np.array_equal(reader.array(1, "z")[7].reshape(4, 32)[2], rows[3].reshape(4, 32)[2])
+    wanted = inside.rows(prompt_of(12), Edit(1, rows[3], [7], hook="z", op="replace", mask=mask.astype(bool)))
+    assert relative_error(reader.array(3, "post_block"), wanted["post_block", 3]) <= FP32_ROWS
+
+
+# --- The same from every way to run --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def inside_qwen3(qwen3: Path) -> InsideReference:
+    return InsideReference(qwen3)
+
+
+def some(wanted: dict[str, Edit], *ops: str) -> dict[str, Edit]:
+    return {name: edit for name, edit in wanted.items() if edit.op in ops}
+
+
+def check_captures(host: Host, reference: InsideReference, length: int = 90) -> Job:
+    """One request with everything, prefilled in chunks where steps are shorter."""
+    spec = {"hooks": dict.fromkeys([*served(host), "post_block"], "all"), "positions": "all"}
+    job = captured(host, host.job(prompt_of(length), max_tokens=3), **spec)
+    output = host.run(job)[job.id][0]
+    compare(host.capture(job), reference.rows([*prompt_of(length), *output.token_ids][:-1]), [*served(host), "post_block"])
+    return job
+
+
+def test_compiled_forward_has_the_same_rows_and_edits(compiled: Host, inside: InsideReference) -> None:
+    check_captures(compiled, inside)
+    check_edits(compiled, inside, some(edits(compiled), "add", "replace"))
+    before = compiled.call("midstream_status")[0]
+    compiled.run(compiled.job(prompt_of(20), max_tokens=3))
+    after = compiled.call("midstream_status")[0]
+    assert after["idle_steps"] - before["idle_steps"] == after["step"] - before["step"]
+
+
+def test_v2_runner_has_the_same_rows_and_edits(v2: Host, inside: InsideReference) -> None:
+    check_captures(v2, inside)
+    check_edits(v2, inside, some(edits(v2), "add"))
+
+
+def test_each_pipeline_stage_has_the_same_rows_and_edits(pp2: Host, inside_qwen3: InsideReference) -> None:
+    check_captures(pp2, inside_qwen3)
+    check_edits(pp2, inside_qwen3, some(edits(pp2), "add"))
+
+
+def test_tensor_parallel_ranks_record_and_edit_their_own_columns(tp2: Host, inside_qwen3: InsideReference) -> None:
+    """Rows of all ranks are joined, one rank stores the residual stream, and receipts of both agree."""
+    job = check_captures(tp2, inside_qwen3)
+    first, second = tp2.receipts(job)
+    assert {hook for file in second.files for hook in file.sites} == set(served(tp2))
+    assert {hook for file in first.files for hook in file.sites} == {*served(tp2), "post_block"}
+    assert all(check.ok for check in tp2.capture(job).verify())
+    check_edits(tp2, inside_qwen3, some(edits(tp2), "add", "replace"))
+    assert len(set(tp2.call("midstream_fingerprint"))) == 1
+    vector = RNG.normal(size=32).astype(np.float32)
+    whole = np.zeros((4, 32), np.float32)
+    whole[3] = vector
+    same = Edit(1, whole.reshape(-1), hook="z", op="ablate")
+    job = tp2.job(
+        prompt_of(12),
+        max_tokens=1,
+        steering=tp2.steering(SteeringSpec(layers=1, hook="z", op="ablate", vector=from_numpy(vector), heads=3)),
+    )
+    job = captured(tp2, job, hooks={"z": [1], "post_block": [3]}, positions="all", at="after", heads=None)
+    tp2.run(job)
+    reader, rows = tp2.capture(job), inside_qwen3.rows(prompt_of(12), same)
+    assert relative_error(reader.array(3, "post_block"), rows["post_block", 3]) <= FP32_ROWS
+    assert len({receipt.checksum for receipt in tp2.receipts(job)}) == 1
+    two = captured(tp2, tp2.job(prompt_of(12), max_tokens=1), hooks={"z": [1]}, positions="all", heads="1-2")
+    tp2.run(two)
+    plain = inside_qwen3.rows(prompt_of(12))["z", 1].reshape(-1, 4, 32)[:, 1:3].reshape(-1, 64)
+    assert relative_error(tp2.capture(two).array(1, "z"), plain) <= FP32_ROWS
+
+
+def test_a_sum_over_columns_of_several_ranks_is_refused(tp2: Host) -> None:
+    with pytest.raises(MidstreamError, match="spans 2 tensor-parallel ranks"):
+        tp2.steering(SteeringSpec(layers=1, hook="z", op="ablate", vector=from_numpy(np.ones(128, np.float32))))
+    straddling = StoredSteering(layers=[1], hook="z", positions="all", family="ablate", tensors=[tp2.vector(np.ones(128))], numbers=[1.0])
+    job = tp2.job(prompt_of(8), max_tokens=1, steering=[straddling])
+    tp2.run_any(job)
+    receipts = tp2.receipts(job)
+    assert [receipt.status for receipt in receipts] == ["error", "error"]
+    assert all("adds up columns of 2 tensor-parallel ranks" in receipt.message for receipt in receipts)

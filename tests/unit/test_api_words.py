@@ -16,7 +16,7 @@ from midstream.schemas.dtypes import RowDType
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.interventions import STEERING_FIELDS
 from midstream.schemas.jobs import JobRequest
-from midstream.schemas.selectors import HOOKS
+from midstream.schemas.selectors import EVERY
 from midstream.schemas.states import ENDS
 
 
@@ -48,12 +48,12 @@ def test_decoding_errors_become_problems_with_the_field_path(body: str, field: s
 @pytest.mark.parametrize(
     ("fields", "allowed"),
     [
-        ({"capture": {"hook": "pre_mlp"}}, ", ".join(HOOKS)),
-        ({"capture": {"hooks": {"pre_mlp": 0}}}, ", ".join(HOOKS)),
+        ({"capture": {"hook": "pre_mlp"}}, ", ".join(EVERY)),
+        ({"capture": {"hooks": {"pre_mlp": 0}}}, ", ".join(EVERY)),
         ({"capture": {"positions": "first"}}, "last_prompt, all_prompt, all_generated, all, image"),
         ({"capture": {"dtype": "float8"}}, ", ".join(get_args(RowDType))),
         ({"capture": {"tag": "../x"}}, None),
-        ({"patch": [{"layers": 0, "hook": "resid", "positions": [0], "source": {"zeros": True}}]}, ", ".join(HOOKS)),
+        ({"patch": [{"layers": 0, "hook": "resid", "positions": [0], "source": {"zeros": True}}]}, ", ".join(EVERY)),
         ({"priority": "urgent"}, "high, normal, low"),
         ({"callback_events": ["job.done"]}, ", ".join(("job.running", *ENDS))),
         (

@@ -147,7 +147,7 @@ class Recording:
     def of(cls, capture: StoredCapture, ports: Ports) -> "Recording | None":
         """None when this rank holds none of its sites."""
         mine = ports.of(capture)
-        if not mine:
+        if not mine or (ports.columns is not None and not ports.columns.chosen(capture.heads)):
             return None
         mask = np.zeros(ports.count, dtype=bool)
         mask[list(mine.values())] = True
@@ -156,6 +156,17 @@ class Recording:
     def width(self, hidden_size: int) -> int:
         """Elements of a row on this rank, in a model of this hidden size."""
         return hidden_size if self.columns is None else self.columns.size
+
+    def stored_width(self, hidden_size: int) -> int:
+        """The same of a row as it is stored: of the heads that were asked for."""
+        if self.columns is None or not self.capture.heads:
+            return self.width(hidden_size)
+        return len(self.chosen) * self.columns.row.width
+
+    @property
+    def chosen(self) -> list[slice]:
+        """The columns that are stored."""
+        return [slice(None)] if self.columns is None else self.columns.chosen(self.capture.heads)
 
     @property
     def sites(self) -> dict[str, list[int]]:
@@ -274,7 +285,7 @@ class Recording:
             spec=spec,
             capture=self.capture,
             sites=self.sites,
-            hidden_size=self.width(hidden_size),
+            hidden_size=self.stored_width(hidden_size),
             columns=self.columns,
             dtype=str(stored_as).removeprefix("torch."),
             positions=positions,
@@ -303,7 +314,7 @@ class Recording:
         reused = {position: run for run in self.reused for position in run.positions if position in expected and position not in owners}
         owners |= reused
         positions = sorted(owners)
-        return positions, len(reused), _Rows(self.ports, stretches(owners, positions), stored_as)
+        return positions, len(reused), _Rows(self.ports, stretches(owners, positions), stored_as, self.chosen)
 
     def _expected(self, prompt_tokens: int, num_tokens: int) -> set[int]:
         return set(self.capture.select(0, num_tokens - 1, prompt_tokens)) if num_tokens > prompt_tokens else set()
@@ -361,7 +372,11 @@ def stretches(owners: dict[int, Extent], positions: Sequence[int]) -> list[Stret
 class _Rows:
     """(hook, layer) → its rows as buffers over the slabs: nothing is copied unless another dtype is requested."""
 
-    def __init__(self, ports: dict[tuple[str, int], int], stretches: Sequence[Stretch], dtype: torch.dtype) -> None:
+    def __init__(
+        self, ports: dict[tuple[str, int], int], stretches: Sequence[Stretch], dtype: torch.dtype, chosen: Sequence[slice] = (slice(None),)
+    ) -> None:
+        """`chosen`: the columns that are stored."""
+        self._chosen = chosen
         self._places = {site: number for number, site in enumerate(ports)}
         order = np.fromiter(ports.values(), dtype=np.int64, count=len(ports))
         self._dtype = dtype
@@ -398,14 +413,16 @@ class _Rows:
         self._wait()
         place = self._places[hook, layer]
         return [
-            bytes_of(stretch.run.step.slab[(first := int(rows[place])) : first + stretch.count], self._dtype)
+            bytes_of(stretch.run.step.slab[(first := int(rows[place])) : first + stretch.count], self._dtype, self._chosen)
             for stretch, rows in self._parts
         ]
 
 
-def bytes_of(rows: torch.Tensor, dtype: torch.dtype) -> memoryview:
-    """Of rows that have landed, as they are stored."""
-    view = rows.to(dtype).view(torch.uint8)  # numpy does not have every dtype
+def bytes_of(rows: torch.Tensor, dtype: torch.dtype, chosen: Sequence[slice] = (slice(None),)) -> memoryview:
+    """Of rows that have landed, as they are stored: these columns of them."""
+    if list(chosen) != [slice(None)]:
+        rows = torch.cat([rows[:, columns] for columns in chosen], dim=1) if chosen else rows[:, :0]
+    view = rows.contiguous().to(dtype).view(torch.uint8)  # numpy does not have every dtype
     return memoryview(view.numpy()).cast("B").toreadonly()  # the rows may also serve later requests
 
 

@@ -27,6 +27,20 @@ class Columns:
     def size(self) -> int:
         return self.stop - self.start
 
+    def stored(self, heads: Sequence[int]) -> "range | None":
+        """What this rank stores, as columns of all that is stored; None: it stores all of it."""
+        width = self.row.width
+        if not heads:
+            return range(self.start, self.stop) if self.sharded else None
+        places = [place for place, head in enumerate(heads) if self.start <= head * width < self.stop]
+        return range(places[0] * width, (places[-1] + 1) * width) if self.sharded and places else range(0) if not places else None
+
+    def chosen(self, heads: Sequence[int]) -> list[slice]:
+        """The columns of this rank's rows that are stored."""
+        width = self.row.width
+        here = [head * width - self.start for head in heads if self.start <= head * width < self.stop]
+        return [slice(first, first + width) for first in here] if heads else [slice(None)]
+
     @property
     def sharded(self) -> bool:
         """Whether other ranks hold others."""
@@ -75,6 +89,7 @@ class FinishedCapture:
 
     def manifest(self, sites: dict[str, list[int]]) -> Manifest:
         """For a blob that holds `sites` of this capture."""
+        stored = None if self.columns is None else self.columns.stored(self.capture.heads)
         return Manifest(
             format=FORMAT,
             version=__version__,
@@ -105,7 +120,8 @@ class FinishedCapture:
             non_finite=self.count_non_finite(sites),
             lora=self.spec.lora,
             row=self.columns.row if self.columns is not None else None,
-            columns=[self.columns.start, self.columns.stop] if self.columns is not None and self.columns.sharded else [],
+            columns=[] if stored is None else [stored.start, stored.stop],
+            heads=self.capture.heads,
         )
 
     @property

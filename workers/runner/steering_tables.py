@@ -1,18 +1,19 @@
 """Vectors of this rank, and the rows of its steering tables in use."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
 from ...kernels.plan import Does, does_of, laid_out
-from ...schemas.interventions import FAMILIES, PLACE
+from ...schemas.interventions import FAMILIES, FAMILY, PLACE, Family
 from ...schemas.source_runs import ZEROS, is_row
 from ...schemas.specs import DIMS_PREFIX, ONES, SteeringRow, StoredSteering, dims_named
 from ...schemas.tensors import Tensor, content_hash, to_numpy
 from .actions import ActionLedger
 from .finished import Columns
+from .host_memory import locked_copy
 from .prepared_rows import PreparedRows
 from .sites import Buffers, Site
 from .source_runs import RunStore
@@ -90,6 +91,7 @@ class RowTable:
         self._references: dict[str, int] = {}
         self._sites: dict[int, np.ndarray] = {}  # row → bool [sites]
         self._num_sites: dict[int, int] = {}  # row → how many of them are true
+        self._whole: dict[int, tuple[int, int]] = {}  # row → fingerprint of this rank's columns, and of whole rows
 
     @property
     def used(self) -> int:
@@ -129,6 +131,8 @@ class RowTable:
         self._sites[row] = np.zeros(len(self._numbers), dtype=bool)
         self._sites[row][[site for site, _ in content]] = True
         self._num_sites[row] = int(self._sites[row].sum())
+        if self._columns is not None and self._columns.sharded:
+            self._whole[row] = what.fingerprint(), what.crc32
         return row, what.crc32
 
     def __contains__(self, key: str) -> bool:
@@ -142,6 +146,7 @@ class RowTable:
             return False
         row = self._rows.pop(key)
         del self._references[key], self._sites[row], self._num_sites[row]
+        self._whole.pop(row, None)
         self._pool.erase(row)
         self._free_rows.append(row)
         return True
@@ -151,12 +156,15 @@ class RowTable:
         self._pool.clear()
         self.prepared.clear()
         self._free_rows = self._all_rows()
-        for of_rows in (self._rows, self._references, self._sites, self._num_sites):
+        for of_rows in (self._rows, self._references, self._sites, self._num_sites, self._whole):
             of_rows.clear()
 
     def fingerprint(self) -> list[tuple[str, int, int]]:
         """(key, references, CRC32 of what its sites find) of each row in use, and of row 0 without a key. Waits for the device."""
         found = self._pool.fingerprints()
+        for row, (here, whole) in self._whole.items():
+            if found[row] == here:  # it is what was written, of which ranks have other columns
+                found[row] = whole
         return [("", 0, found[0]), *sorted((key, self._references[key], found[row]) for key, row in self._rows.items())]
 
     def _all_rows(self) -> list[int]:
@@ -166,8 +174,24 @@ class RowTable:
         return self._join(self.content(spec))
 
     def _join(self, content: Content) -> Joined:
-        pool = self._buffers.pool
-        return joined(content, pool.shape[1], pool.dtype, pinned=pool.device.type != "cpu")
+        """`content` has whole rows, and so has the checksum: ranks that hold other columns agree on it. What is written does not."""
+        pool, columns = self._buffers.pool, self._columns
+        if columns is None or not columns.sharded:
+            return joined(content, pool.shape[1], pool.dtype, pinned=pool.device.type != "cpu")
+        whole = joined(content, columns.row.size, pool.dtype, pinned=False)
+        vectors = whole.vectors[:, columns.start : columns.stop]
+        return whole._replace(vectors=locked_copy(vectors) if pool.device.type != "cpu" else vectors.contiguous())
+
+    def _check_alone(self, family: str, vectors: torch.Tensor) -> None:
+        """Raises ValueError for a sum over columns of several ranks: each rank would add up its own alone."""
+        if self._columns is None or not self._columns.sharded:
+            return
+        shards = torch.unique(torch.nonzero(vectors)[:, 1] // self._columns.size)
+        if len(shards) > 1 or family == "add_matched":
+            raise ValueError(
+                f"{FAMILY[cast(Family, family)].written} adds up columns of {len(shards)} tensor-parallel ranks: "
+                f"its tensors must lie within {self._columns.size} columns, which one rank holds"
+            )
 
     def content(self, spec: SteeringRow) -> Content:
         """(site of this rank, family) → what the row's entries there hold: vectors in the pool's dtype, scalars float32.
@@ -197,8 +221,8 @@ class RowTable:
 
     def _laid_out(self, family: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
         vectors, scalars = laid_out(family, does)
-        if self._columns is not None:
-            vectors = vectors[:, self._columns.start : self._columns.stop]
+        if FAMILY[cast(Family, family)].sums:
+            self._check_alone(family, vectors)
         vectors = vectors.to(self._buffers.pool.dtype)
         if not bool(torch.isfinite(vectors).all()):
             raise ValueError(f"the sum of the {family} entries exceeds the range of {self._buffers.pool.dtype}")

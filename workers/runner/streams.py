@@ -42,6 +42,7 @@ class Stream:
         self._ports = dict(recording.ports)
         self._numbers = np.fromiter(self._ports.values(), dtype=np.int64, count=len(self._ports))
         self._num_ports = len(recording.mask)
+        self._chosen = recording.chosen
         self._order, self._stored_as, self._begin = order, stored_as, begin
         self._draft: Draft | None = None
         self._header = self._row_bytes = 0
@@ -124,11 +125,11 @@ class Stream:
         slab = run.step.slab
         if self._draft is None:
             self._draft, self._header = self._begin()
-            self._row_bytes = slab.shape[1] * self._stored_as.itemsize
+            self._row_bytes = sum(len(range(slab.shape[1])[columns]) for columns in self._chosen) * self._stored_as.itemsize
         first_rows = (run.first_rows(self._numbers) + offset).tolist()
         stride = len(self._order) * self._row_bytes
         for place, first in enumerate(first_rows):
-            rows = bytes_of(slab[first : first + count], self._stored_as)
+            rows = bytes_of(slab[first : first + count], self._stored_as, self._chosen)
             self._draft.write(self._header + place * stride + at * self._row_bytes, [rows])
         self._written[at : at + count] = True
         for dtype in {slab.dtype, self._stored_as}:
@@ -274,7 +275,7 @@ class Streams:
             spec=spec,
             capture=recording.capture,
             sites=sites,
-            hidden_size=recording.width(self._hidden_size),
+            hidden_size=recording.stored_width(self._hidden_size),
             columns=recording.columns,
             dtype=str(stored_as).removeprefix("torch."),
             positions=order.tolist(),

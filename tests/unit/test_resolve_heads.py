@@ -1,0 +1,110 @@
+"""What requests mean by `heads`, and what they are refused for."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from test_resolve_interventions import bounds
+
+from midstream.api.resolve.captures import resolve_captures
+from midstream.api.resolve.steering import resolve_edits
+from midstream.schemas.banks import RowShape, asked_hooks
+from midstream.schemas.base import from_msgpack
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.selectors import HOOKS, INSIDE
+from midstream.schemas.specs import CaptureSpec, PatchSource, PatchSpec, SteeringSpec
+from midstream.schemas.tensors import Tensor, from_numpy, to_numpy
+
+#: Three query heads of four elements over one key head; four neurons.
+SHAPES = {
+    **{hook: RowShape(heads=3, width=4) for hook in ("q_proj", "q", "z")},
+    **{hook: RowShape(heads=1, width=4) for hook in ("k_proj", "k", "v")},
+    "mlp_act": RowShape(heads=1, width=5),
+}
+FACTS: dict[str, Any] = {"hooks": [*HOOKS, *SHAPES], "inside": SHAPES}
+ONE = np.arange(1, 5, dtype=np.float32)
+
+
+def edited(*, patch: list[PatchSpec] | None = None, **spec: Any) -> tuple[Any, dict[str, np.ndarray]]:
+    specs = [SteeringSpec(**({"layers": 0} | spec))] if spec else []
+    ((entry,),), blobs = resolve_edits(patch or [], specs, bounds(**FACTS))
+    return entry, {name: to_numpy(from_msgpack(raw, Tensor)) for name, raw in blobs.items()}
+
+
+def refused(**spec: Any) -> MidstreamError:
+    with pytest.raises(MidstreamError) as found:
+        edited(**spec)
+    assert found.value.status == 400
+    return found.value
+
+
+def test_a_vector_of_one_head_is_added_to_each_of_the_named_heads() -> None:
+    entry, tensors = edited(hook="hook_z", vector=from_numpy(ONE), heads="0,2")
+    assert (entry.hook, entry.family) == ("z", "add")
+    assert tensors[entry.tensors[0]].tolist() == [*ONE, *np.zeros(4), *ONE]
+
+
+def test_a_vector_of_the_whole_row_counts_in_the_named_heads_only() -> None:
+    entry, tensors = edited(hook="q", vector=from_numpy(np.ones(12, np.float32)), heads=-1)
+    assert tensors[entry.tensors[0]].tolist() == [0.0] * 8 + [1.0] * 4
+
+
+def test_replaced_heads_leave_the_others_as_they_are() -> None:
+    entry, tensors = edited(hook="z", op="replace", vector=from_numpy(ONE), heads=[1])
+    assert entry.family == "replace_masked"
+    assert tensors[entry.tensors[1]].tolist() == [0.0] * 4 + [1.0] * 4 + [0.0] * 4
+    source = PatchSource(vector=from_numpy(ONE))
+    patched, also = edited(patch=[PatchSpec(layers=0, hook="z", heads=1, positions=[0], source=source)])
+    assert [also[name].tolist() for name in patched.tensors] == [tensors[name].tolist() for name in entry.tensors]
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "says"),
+    [
+        ({"hook": "z", "heads": "0-3"}, "steering[0].heads", "head 3 is out of range: the model has heads 0 to 2"),
+        ({"hook": "v", "heads": 1}, "steering[0].heads", "at v, head 1 is out of range: the model has heads 0 to 0"),
+        ({"hook": "mlp_act", "heads": 0}, "steering[0].heads", "mlp_act has no heads"),
+        ({"heads": 0}, "steering[0].heads", "post_block has no heads: hooks with heads are q_proj, k_proj, q, k, v and z"),
+        ({"hook": "z", "heads": "0,1", "op": "ablate"}, "steering[0].heads", "give an entry for each of the 2 heads"),
+        ({"hook": "z", "heads": 0, "vector": from_numpy(np.ones(3, np.float32))}, "steering[0].vector.shape", "must be [12]"),
+        ({"hook": "router"}, "steering[0].hook", "the worker's setting hooks must name it"),
+        ({"hook": "z", "norm_match": True, "vector": from_numpy(np.ones(12, np.float32))}, "steering[0].norm_match", "is a branch"),
+    ],
+)
+def test_what_heads_cannot_be_is_refused_at_its_field(spec: dict[str, Any], field: str, says: str) -> None:
+    error = refused(**({"vector": from_numpy(ONE)} | spec))
+    assert error.field == field
+    assert says in error.detail
+
+
+def test_a_capture_is_split_by_width_and_keeps_its_heads() -> None:
+    (whole,) = resolve_captures(CaptureSpec(hooks={"q": 0, "k": [1], "post_block": "all"}), bounds(**FACTS))
+    assert [(capture.bank, list(capture.sites), capture.row) for capture in whole] == [
+        ("residual", ["post_block"], None), ("query", ["q"], SHAPES["q"]), ("key", ["k"], SHAPES["k"]),
+    ]  # fmt: skip
+    assert whole[1].beside == {"k": [1], "post_block": [0, 1, 2, 3]}
+    (alone,) = resolve_captures(CaptureSpec(hook="z", heads="0-1"), bounds(**FACTS))
+    assert (alone[0].heads, alone[0].stored_size(8)) == ([0, 1], 8)
+    with pytest.raises(MidstreamError, match="at k, head 1 is out of range") as found:
+        resolve_captures(CaptureSpec(hooks={"q": 0, "k": 0}, heads=1), bounds(**FACTS))
+    assert found.value.field == "capture.heads"
+    with pytest.raises(MidstreamError, match="whole rows"):
+        resolve_captures(CaptureSpec(hook="z", heads=1, run="r"), bounds(**FACTS))
+
+
+@pytest.mark.parametrize(
+    ("setting", "wanted"),
+    [
+        ("all", ([], [])),
+        ("all,inside", ([], list(INSIDE))),
+        ("pre_attn, post_block, z", (["pre_attn", "post_block"], ["z"])),
+    ],
+)
+def test_the_setting_names_hooks_of_both_kinds(setting: str, wanted: tuple[list[str], list[str]]) -> None:
+    assert asked_hooks(setting) == wanted
+
+
+@pytest.mark.parametrize(("setting", "says"), [("z", "no hook point of the residual stream"), ("all,zz", "'zz' is not a hook point")])
+def test_a_setting_that_cannot_be_is_refused(setting: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        asked_hooks(setting)
