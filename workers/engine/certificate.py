@@ -18,17 +18,18 @@ import numpy as np
 import torch
 
 from ...broker.ops.private_files import private_folder
+from ...schemas.banks import banks_of
 from ...schemas.base import to_json
 from ...schemas.certificates import Certificate, LawFigure
 from ...schemas.errors import MidstreamError
 from ...schemas.jobs import Output, Sampling
 from ...schemas.models import ModelInfo
-from ...schemas.selectors import HOOKS, Hook
+from ...schemas.selectors import HOOKS, INSIDE, Hook
 from ...schemas.specs import StoredCapture, StoredSteering, content_key
 from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor, content_hash, from_numpy
 from ..runner.certify import Copy, EditRun, Judgement, Plan, direction
-from ..runner.laws import STREAM, TOLERANCES, Finding, Law, Shape, judge_boundary, judge_entered, verdict
+from ..runner.laws import STREAM, TOLERANCES, Finding, Law, Shape, judge_boundary, judge_entered, verdict, verdict_inside
 from .protocol import EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,11 @@ async def certify(access: Access, info: ModelInfo, *, trusted: bool = False, **f
         run = _Run(access, info)
         findings, skipped, routed = await run.findings()
         hooks = [hook for hook in HOOKS if hook in info.hooks]
-        absent, laws = verdict(hooks, findings, info.num_layers, routed=routed, unshown=unshown if trusted else None)
+        of_inside = [finding for finding in findings if set(finding.hooks) & info.inside.keys()]
+        of_stream = [finding for finding in findings if not set(finding.hooks) & info.inside.keys()]
+        absent, laws = verdict(hooks, of_stream, info.num_layers, routed=routed, unshown=unshown if trusted else None)
+        refused, more = verdict_inside(list(info.inside), of_inside, info.num_layers)
+        laws = [*laws, *more]
         caveats += [f"{hook} is unproven: the setting hooks leaves out what would prove it" for hook in unshown]
     except MidstreamError as error:
         raise Uncertified(f"the certification run failed: {error.detail}; certify=false serves the model unproven") from error
@@ -87,9 +92,10 @@ async def certify(access: Access, info: ModelInfo, *, trusted: bool = False, **f
         await access.call("midstream_certify", ("end", {"caveats": caveats}))
     certificate = Certificate(
         model=info.name, architecture=info.architecture, version=info.version, runner=info.runner, dtype=info.dtype, tp=info.tp, pp=info.pp,
-        created=time.time(), seconds=time.monotonic() - started, proven=[hook for hook in hooks if hook not in {**absent, **unshown}],
+        created=time.time(), seconds=time.monotonic() - started,
+        proven=[hook for hook in [*hooks, *info.inside] if hook not in {*absent, *unshown, *refused}],
         unproven={str(hook): why for hook, why in unshown.items()},
-        absent={str(hook): why for hook, why in absent.items()}, laws=[_figure(law) for law in laws], not_compared=skipped,
+        absent={**{str(hook): why for hook, why in absent.items()}, **refused}, laws=[_figure(law) for law in laws], not_compared=skipped,
         caveats=caveats, readings=run.readings, extensions=info.extensions, **facts,
     )  # fmt: skip
     if not (certificate.proven or unshown) or any(hook in absent for hook in STREAM):
@@ -143,7 +149,12 @@ class _Run:
         positions = [*self._compared, *range(len(self._prompt), len(self._prompt) + GENERATED - 1)]
         everything = self._capture({hook: self._layers for hook in self._hooks}, positions, "base")
         await self._access.call("midstream_certify", ("watch", {"request": BASE}))
-        base = await self._one(BASE, self._prompt, [everything], max_tokens=GENERATED)
+        inside = {hook: self._layers for hook in INSIDE if hook in self._info.inside}
+        within = [
+            StoredCapture(sites=sites, positions="all_prompt", tag="inside", row=self._info.inside[next(iter(sites))])
+            for sites in banks_of(inside).values()
+        ]
+        base = await self._one(BASE, self._prompt, [everything, *within], max_tokens=GENERATED)
         await self._ended([BASE])
         await self._access.call("midstream_certify", ("unwatch", {}))
         self._generated = base.token_ids

@@ -7,6 +7,7 @@ is exact (tests compare it with the buffers); times are estimates, see `runner.s
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
+from ...schemas.banks import asked_hooks
 from ...schemas.dtypes import ITEM_BYTES
 from ...schemas.interventions import FAMILIES, MAX_RANK, SCALARS
 from ...schemas.ring import Ring, plan_queue, plan_ring
@@ -216,9 +217,9 @@ def plan(
 
 
 def _hooks(model: Model, settings: Settings) -> list[Hook]:
-    if settings.hooks == "all":
+    named, _ = asked_hooks(settings.hooks)
+    if not named:
         return model.hooks
-    named = [name.strip() for name in settings.hooks.split(",")]
     if unknown := [name for name in named if name not in model.hooks]:
         raise UnsupportedArchitectureError(f"{model.architecture} has no {unknown[0]}; it has {', '.join(model.hooks)}")
     return [hook for hook in model.hooks if hook in named]
@@ -352,6 +353,8 @@ def _limits(
         f"steering_entries: {settings.steering_entries} vectors at a time; a lowrank of rank {MAX_RANK} takes {2 * MAX_RANK} of them, so "
         f"at most {settings.steering_entries // (2 * MAX_RANK)} such lowranks fit"
     )
+    if asked_hooks(settings.hooks)[1]:
+        found.append("hooks: rings and tables of the hooks inside attention and MLP come on top of these figures")
     memory = settings.memory_limit_kib * 1024 // model.row_bytes
     found.append(f"memory_limit_kib: a response holds at most {memory} rows of one prompt (consumer memory)")
     if memory < 1:

@@ -20,7 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from ...schemas.attention import grouped
-from ...schemas.banks import RowShape, asked_hooks
+from ...schemas.banks import BANK, RESIDUAL, RowShape, asked_hooks
 from ...schemas.engine_errors import in_our_settings
 from ...schemas.errors import MidstreamError
 from ...schemas.global_capture import from_settings
@@ -28,6 +28,7 @@ from ...schemas.lora_files import joined
 from ...schemas.loras import LoraModule, LoraSupport, LoraUse
 from ...schemas.models import ModelInfo, TokenizerBundle
 from ...schemas.ring import Ring, plan_queue, plan_ring
+from ...schemas.selectors import INSIDE
 from ...schemas.settings import Settings, SettingsError
 from ...schemas.specs import StoredCapture
 from ...schemas.steering import GlobalSteering, RankSteering
@@ -138,7 +139,7 @@ class VllmEngine(RankControl):
             hooks = [hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks]
             check_layers(config.model, config.hf_text_config, config.get_total_num_hidden_layers())
             self._stages = stage_layers(config.get_total_num_hidden_layers(), settings.pipeline_parallel_size)
-            ring = _ring(settings, config, len(hooks), max(map(len, self._stages)))
+            ring = _ring(settings, config, len(hooks), max(map(len, self._stages)), inside)
             plane = msgspec.structs.replace(
                 plane,
                 step_rows=ring.rows if ring else 0,
@@ -235,10 +236,11 @@ class VllmEngine(RankControl):
         logger.info("certified in %.1f s: %s; %s", certificate.seconds, ", ".join(certificate.proven), path)
         for hook, why in certificate.absent.items():
             logger.warning("hook %s is not served: %s", hook, why)
-        served = [hook for hook in self.info.hooks if hook in certificate.served or hook in self.info.inside]
+        served = [hook for hook in self.info.hooks if hook in certificate.served]
         self.info = msgspec.structs.replace(
             self.info,
             hooks=served,
+            inside={hook: shape for hook, shape in self.info.inside.items() if hook in served},
             caveats=certificate.caveats,
             absent={**self.info.absent, **certificate.absent},
             readings={**self.info.readings, **certificate.readings},
@@ -430,14 +432,25 @@ def _shapes(found: Sequence[Found], absent: dict[str, str]) -> dict[str, RowShap
     return shapes
 
 
-def _ring(settings: Settings, config: Any, hooks: int, layers: int) -> Ring | None:
-    """What one step's rows are captured to; None if that is memory allocated for the step."""
+def _ring(settings: Settings, config: Any, hooks: int, layers: int, inside: Sequence[str]) -> Ring | None:
+    """What one step's rows are captured to; None if that is memory allocated for the step.
+
+    Each bank has a ring of as many rows, so that rows are counted together; the sum of their sizes is bounded as that of one.
+    """
     on_cpu = current_platform.is_cpu()
     if on_cpu and settings.enforce_eager:
         return None
+    text = config.hf_text_config
+    widths = {
+        RESIDUAL: config.get_hidden_size(),
+        "query": int(getattr(text, "num_attention_heads", 1)) * config.get_head_size(),
+        "key": config.get_total_num_kv_heads() * config.get_head_size(),
+        "mlp_act": int(getattr(text, "intermediate_size", None) or 4 * config.get_hidden_size()),
+        "router": int(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0),
+    }  # fmt: skip
     return plan_ring(
-        config.get_hidden_size() * config.dtype.itemsize,
-        hooks,
+        sum(widths[bank] for bank in {RESIDUAL, *(BANK[hook] for hook in INSIDE if hook in inside)}) * config.dtype.itemsize,
+        hooks + len(inside),
         layers,
         step_tokens=settings.max_num_batched_tokens,
         requests=settings.max_num_seqs,

@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,6 +22,7 @@ from ...schemas.dtypes import DTYPES
 from ...schemas.readings import StoredLens
 from ...schemas.receipts import Receipt
 from ...schemas.selectors import HOOKS, Hook
+from .certify_inside import InsideLaws
 from .finished import FinishedCapture, Outcome
 from .laws import (
     Finding,
@@ -42,6 +43,7 @@ from .sites import decoder, held_layers, language_model, without_sites
 
 if TYPE_CHECKING:
     from .architectures import Adapter
+    from .inside import Inner
     from .plane import DataPlane
     from .step import StepView
 
@@ -130,7 +132,19 @@ class Kept:
 class Certifier:
     """One per rank, while the certification runs."""
 
-    def __init__(self, plane: "DataPlane", runner: Any, adapter: "Adapter", config: Any, hooks: Sequence[Hook], *, traced: bool) -> None:
+    def __init__(
+        self,
+        plane: "DataPlane",
+        runner: Any,
+        adapter: "Adapter",
+        config: Any,
+        hooks: Sequence[Hook],
+        inside: "Mapping[Hook, Sequence[Inner]]",
+        *,
+        traced: bool,
+    ) -> None:
+        """`hooks`: of the residual stream; `inside`: where the others are."""
+        self._inside = inside
         self._plane, self._runner, self._adapter, self._config, self._traced = plane, runner, adapter, config, traced
         self._model: Any = runner.get_model()
         self._dtype: torch.dtype = config.model_config.dtype
@@ -242,6 +256,8 @@ class Certifier:
             self._edges(plan, edges)
         with torch.inference_mode(), set_forward_context(None, self._config), without_sites(self._model):
             self._attempt("MLP", self._modules, plan)
+            if self._inside:
+                self._attempt("hooks inside attention and MLP", self._judge_inside, plan)
             if get_pp_group().is_first_rank:
                 self._attempt("embedding", self._embedding, plan)
             if get_pp_group().is_last_rank:
@@ -250,6 +266,23 @@ class Certifier:
         if self._most < 2:
             self._skipped["rows in a mixed batch"] = "no step had more than one request"
         return Judgement(self._findings, self._skipped, edges, self._routed, self._readings)
+
+    def _judge_inside(self, plan: Plan) -> None:
+        prompt, compared = range(plan.first + 1), [position for position in plan.positions if position <= plan.first]
+        rows = self._kept.of(plan.base, compared)
+
+        def held(hook: Hook, number: int) -> torch.Tensor | None:
+            there = self._kept.rows.get((plan.base, hook, number))
+            return None if there is None else self._kept.of(plan.base, prompt)(hook, number)
+
+        def shared(hook: Hook, number: int) -> torch.Tensor:
+            return self._shared([rows(hook, number)] if self._records else [], len(compared))
+
+        laws = InsideLaws(
+            self._inside, self._layers, self._shape, held=held, compared=rows if self._records else None, places=compared, shared=shared,
+            dtype=self._dtype, device=next(self._parent.parameters()).device,
+        )  # fmt: skip
+        self._findings += laws.findings()
 
     def _attempt(self, law: str, judge: Callable[[Plan], None], plan: Plan) -> None:
         """A module that cannot be called alone proves nothing, and breaks nothing else."""

@@ -239,11 +239,11 @@ def install_inside(
     dtype: torch.dtype,
     device: torch.device,
     always: bool,
-) -> tuple[list[Part], dict[str, RowShape], dict[str, str]]:
+) -> tuple[list[Part], dict[Hook, list[Inner]], dict[str, str]]:
     """Wrap what is there of `hooks` in the layers that this rank holds.
 
-    Returns one part for each bank, hook → its rows, and hook → why it is not there. `sizes`: of the buffers of so many sites; `always`
-    as for `sites.install`.
+    Returns one part for each bank, hook → where it is in each layer, and hook → why it is not there.
+    `sizes`: of the buffers of so many sites; `always` as for `sites.install`.
     """
     layers = held_layers(model, adapter)
     found, absent = find(layers, hooks, group)
@@ -263,7 +263,7 @@ def install_inside(
         parts.append(Part(bank, sites, buffers, columns))
     for module, visits in wrapped.items():
         _wrap(module, visits, always)
-    return parts, {hook: inners[0].columns.row for hook, inners in found.items()}, absent
+    return parts, found, absent
 
 
 def _wrap(module: nn.Module, visits: Sequence[tuple[Inner, Visit, Site]], always: bool) -> None:

@@ -283,6 +283,19 @@ def verdict(
     return absent, [*laws, *edits]
 
 
+def verdict_inside(hooks: Sequence[str], findings: Iterable[Finding], num_layers: int) -> tuple[dict[str, str], list[Law]]:
+    """Of hooks inside attention and MLP: hook → why it is not proven, and all laws. A law proves and refutes all of its hooks."""
+    laws = combine(findings, routed=False)
+    absent: dict[str, str] = {}
+    for hook in hooks:
+        mine = [law for law in laws if hook in law.hooks]
+        if broken := [law for law in mine if not law.ok]:
+            absent[hook] = _why(broken, hook)
+        elif lacking := sorted(set(range(num_layers)) - {layer for law in mine for layer in law.layers}):
+            absent[hook] = f"the certification run did not prove it: no law speaks about its rows in layer {lacking[0]}"
+    return absent, laws
+
+
 def _smallest(hooks: Sequence[Hook], broken: Sequence[set[str]]) -> set[str]:
     """The smallest set that has one of each of `broken`; of equal ones that of hooks blamed first."""
     order = [hook for hook in BLAME if hook in hooks]
@@ -294,7 +307,7 @@ def _smallest(hooks: Sequence[Hook], broken: Sequence[set[str]]) -> set[str]:
     return set(order)
 
 
-def _why(broken: Sequence[Law], hook: Hook) -> str:
+def _why(broken: Sequence[Law], hook: str) -> str:
     law = max((law for law in broken if hook in law.hooks), key=lambda law: law.figure)
     layers = [layer for layer in law.failing if layer >= 0]
     where = f" in layer {layers[0]}" + (f" and {len(layers) - 1} more" if len(layers) > 1 else "") if layers else ""

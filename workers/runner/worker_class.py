@@ -105,7 +105,7 @@ class MidstreamWorker(PlatformWorker):
             device=self.device,
             always=traced,
         )
-        inside, shapes, absent = install_inside(
+        inside, inner, absent = install_inside(
             loaded,
             adapter,
             [hook for hook in INSIDE if hook in config.inside],
@@ -115,6 +115,7 @@ class MidstreamWorker(PlatformWorker):
             device=self.device,
             always=traced,
         )
+        shapes = {str(hook): places[0].columns.row for hook, places in inner.items()}
         self._found = msgspec.structs.replace(self._found, inside=shapes, absent=self._found.absent | absent)
         mislabelled(sites, adapter.num_layers, faults)
         try:
@@ -143,7 +144,7 @@ class MidstreamWorker(PlatformWorker):
                 inside=inside,
             )  # fmt: skip
         self._plane.attends(self._found.attention)
-        self._certified = adapter, hooks, traced
+        self._certified = adapter, hooks, traced, inner
         if place.grades:
             tap(loaded, self._plane.grade)
         if not pp.is_first_rank:
@@ -233,8 +234,8 @@ class MidstreamWorker(PlatformWorker):
     def midstream_certify(self, action: str, arguments: dict[str, Any]) -> Any:
         """One call of the certification run: see `certify`. `begin` comes first and `end` last."""
         if action == "begin":
-            adapter, hooks, traced = self._certified
-            self._certifier = Certifier(self._connected(), self.model_runner, adapter, self.vllm_config, hooks, traced=traced)
+            adapter, hooks, traced, inner = self._certified
+            self._certifier = Certifier(self._connected(), self.model_runner, adapter, self.vllm_config, hooks, inner, traced=traced)
             return None
         if action == "end":
             certifier, self._certifier = self._certifier, None
