@@ -174,6 +174,8 @@ SEAMS: tuple[Seam, ...] = (
         "inside.py",
     ),
     Seam("vllm.model_executor.layers.attention.mla_attention:MLAAttention", (), "inside.py"),
+    Seam("vllm.model_executor.layers.attention", ("Attention", "ChunkedLocalAttention"), "attention_kinds.py"),
+    Seam("vllm.v1.attention.backend", ("AttentionType",), "attention_kinds.py"),
     Seam("vllm.model_executor.layers.linear", ("ReplicatedLinear",), "quantisation.py, inside.py"),
     Seam("vllm.model_executor.layers.linear:LinearBase", ("input_size", "output_size"), "inside.py"),
     Seam("vllm.model_executor.layers.linear:RowParallelLinear", ("input_is_parallel",), "inside.py"),
