@@ -247,16 +247,51 @@ def plain(model: Path) -> Any:
 
 
 def timed(model: Path) -> None:
-    """TransformerLens' own function over all layers and heads: one forward pass for each cell."""
+    """Seconds of TransformerLens' head sweep: by its own function, one cell in a forward pass, and all heads of a layer in a batch; and of
+    its direct paths. The clean run is part of each; loading the model is not.
+    """
     from transformer_lens import patching
 
     setup = set_up(model)
-    start = time.perf_counter()
-    _, cache = setup.lens.bridge.run_with_cache(setup.lens.torch.tensor([setup.asked.clean]))
-    grid = patching.get_act_patch_attn_head_out_all_pos(
-        setup.lens.bridge, setup.lens.torch.tensor([setup.asked.corrupt]), cache, setup.metric
-    )
-    print(json.dumps({"seconds": time.perf_counter() - start, "cells": grid.numel()}))
+    lens, asked = setup.lens, setup.asked
+    clean, corrupt = (lens.torch.tensor([tokens]) for tokens in (asked.clean, asked.corrupt))
+    lens.bridge(clean)  # warm-up
+
+    def naive() -> Any:
+        _, cache = lens.bridge.run_with_cache(clean)
+        return patching.get_act_patch_attn_head_out_all_pos(lens.bridge, corrupt, cache, setup.metric)
+
+    def batched() -> Any:
+        _, cache = lens.bridge.run_with_cache(clean)
+        heads = lens.bridge.cfg.n_heads
+        grid = np.zeros((lens.layers, heads))
+        for layer in range(lens.layers):
+            name = f"blocks.{layer}.attn.hook_z"
+
+            def put(z: Any, hook: Any, rows: Any = cache[name]) -> Any:
+                for head in range(heads):
+                    z[head, :, head] = rows[0, :, head]
+                return z
+
+            logits = lens.bridge.run_with_hooks(corrupt.repeat(heads, 1), fwd_hooks=[(name, put)])
+            grid[layer] = (logits[:, -1, asked.answer] - logits[:, -1, asked.foil]).tolist()
+        return grid
+
+    def direct() -> Any:
+        _, cache = lens.bridge.run_with_cache(clean)
+        _, corrupted = lens.bridge.run_with_cache(corrupt)
+        grid = patching.get_act_patch_direct_path(
+            lens.bridge, corrupt, cache, corrupted, setup.metric, *SENDER, component="q", verbose=False
+        )
+        return grid[SENDER[0] + 1 :]
+
+    for name, call in (("naive", naive), ("batched", batched), ("direct", direct)):
+        start = time.perf_counter()
+        grid = call()
+        values = np.asarray(grid, dtype=np.float64)
+        print(
+            json.dumps({"name": name, "seconds": time.perf_counter() - start, "cells": values.size, "values": values.tolist()}), flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -93,12 +93,12 @@ class Lens:
 
 
 @contextmanager
-def stack(dtype: str, entry: bool, compiled: bool) -> Iterator[tuple[httpx.Client, str]]:
-    """A client of a service of its own, and the model's name."""
+def stack(dtype: str, entry: bool, compiled: bool, **changes: Any) -> Iterator[tuple[httpx.Client, str]]:
+    """A client of a service of its own, and the model's name. `changes`: of its settings."""
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
         wanted = Settings(
             model=str(DEMO_MODEL), data_dir=folder, api_port=0, flower_port=0, max_model_len=2048, dtype=dtype,  # type: ignore[arg-type]
-            sweep_entry=entry, enforce_eager=not compiled,
+            sweep_entry=entry, enforce_eager=not compiled, **changes,
         )  # fmt: skip
         settings = prepare(wanted, Path(folder), print)
         with Supervisor(settings, say=lambda line: None) as running, httpx.Client(base_url=running.url, timeout=600) as http:
