@@ -42,6 +42,8 @@ from .sweep_paths import resolve_path
 from .sweep_prompts import read_prompts
 from .tokenizer import Codec
 
+#: Tokens that a note lists.
+SHOWN_ALONE = 8
 #: Where rows come from in an ablation.
 NO_SOURCE = -1
 NOBODY = GlobalSteering()
@@ -252,6 +254,8 @@ def _store_pair(request: SweepRequest, pair: _Pair, answers: dict[str, Continuat
     if not any(column.places for column in columns):
         field = f"{pair.at}.{'spans' if pair.asked.spans is not None else 'positions'}"
         raise invalid(field, f"contains nothing that can be patched: {columns[0].label!r}: {columns[0].reason}")
+    if request.axis not in ("position", "head_position"):
+        notes += _left_out(pair, [column for column in columns if not column.places])
     columns = columns_on(request, columns, parts)
     answer, foil = answers.get(f"{pair.at}.answer"), answers.get(f"{pair.at}.foil")
     notes += [found.note for found in (answer, foil) if found is not None and found.note]
@@ -262,6 +266,8 @@ def _store_pair(request: SweepRequest, pair: _Pair, answers: dict[str, Continuat
         _check_one_token(answer, foil)
         if request.path.sender is not None and aligned is not None:
             sender = sorted(aligned.counterparts(pair.patched).items())
+            if not sender:
+                raise invalid("path.sender", f"{pair.at}: no token of one prompt has a counterpart in the other")
     return StoredPair(
         base=pair.base.ids,
         source=pair.source.ids if pair.source else [],
@@ -275,6 +281,14 @@ def _store_pair(request: SweepRequest, pair: _Pair, answers: dict[str, Continuat
         notes=notes,
         sender=sender,
     )
+
+
+def _left_out(pair: _Pair, alone: Sequence[Column]) -> list[str]:
+    """A note on positions that are not patched with the others, because nothing corresponds to them."""
+    if not alone:
+        return []
+    shown = ", ".join(repr(column.label) for column in alone[:SHOWN_ALONE]) + (", …" if len(alone) > SHOWN_ALONE else "")
+    return [f"without a counterpart, so they stay as they are in the {pair.patched} prompt (count: {len(alone)}): {shown}"]
 
 
 def _check_one_token(*found: Continuation | None) -> None:

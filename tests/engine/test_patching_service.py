@@ -40,7 +40,7 @@ class Service:
         self.stack = stack
         self.http = httpx.Client(base_url=stack.url, timeout=90)
 
-    def post(self, path: str, **body: Any) -> dict[str, Any]:
+    def post(self, path: str, /, **body: Any) -> dict[str, Any]:
         answer = self.http.post(path, json={"model": "demo", **body})
         assert answer.status_code in (200, 202), answer.text
         return dict(answer.json())

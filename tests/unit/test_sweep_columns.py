@@ -17,6 +17,14 @@ def test_positions_together_are_one_column_with_all_their_places() -> None:
     assert columns(axis="together", positions=[-1, -2]) == [("all positions", 2, "", None)]
 
 
+def test_tokens_without_a_counterpart_are_left_out_with_a_note() -> None:
+    (stored,) = plan(axis="together").sweep.pairs
+    assert stored.notes
+    alone = len(stored.base) - len(stored.columns[0].places)
+    assert any(f"stay as they are in the corrupt prompt (count: {alone})" in note for note in stored.notes)
+    assert not any("stay as they are" in note for note in plan().sweep.pairs[0].notes)
+
+
 def test_neurons_are_columns_by_set_by_rank_or_by_the_first_ranks() -> None:
     everywhere = len(plan(axis="together").sweep.pairs[0].columns[0].places)
     assert columns(axis="neuron", neurons={"sets": ["0-1,5", 7]}) == [
