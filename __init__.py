@@ -1,5 +1,6 @@
 """Midstream: activation steering, capture and patching on stock vLLM, as a job service."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .schemas.version import __version__ as __version__
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
     from .client import UnknownArgument as UnknownArgument
     from .client import VersionMismatch as VersionMismatch
     from .client import matrix as matrix
+    from .client import probes as probes
     from .client import returned_rows as returned_rows
     from .client import samples as samples
 
 __all__ = [
     "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "MidstreamError", "PatchSource", "PatchSpec",
-    "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "__version__", "matrix",
+    "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "__version__", "matrix", "probes",
     "returned_rows", "samples",
 ]  # fmt: skip
 
@@ -37,4 +39,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import client
 
-    return getattr(client, name)
+    return import_module(".client.probes", __name__) if name == "probes" else getattr(client, name)

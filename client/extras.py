@@ -7,6 +7,7 @@ from importlib.util import find_spec
 MODULES: dict[str, tuple[str, ...]] = {
     "client": ("httpx", "rich", "tqdm", "typer"),
     "plots": ("matplotlib", "pandas"),
+    "probes": ("sklearn",),
     "up": (
         "celery", "kombu", "redis", "hiredis", "zmq", "prometheus_client", "httpcore", "litestar", "uvicorn", "tokenizers", "jinja2",
     ),

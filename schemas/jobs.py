@@ -147,7 +147,7 @@ class Output(Record):
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str  # stop | length
+    finish_reason: str  # stop | length | probe:NAME
     prompt_tokens: int
     cached_tokens: int = 0  # prompt tokens served by the prefix cache
     logprobs: list[TokenLogprob] | None = None
@@ -290,13 +290,14 @@ class JobPage(Record):
 
 #: Not an event of a job: the last event of a stream, with the problem that ended it.
 PROBLEM_EVENT = "error"
-EventKind = Literal["state", "token", "output", "receipt", "start", "cell", "summary", "done"]
+EventKind = Literal["state", "token", "score", "output", "receipt", "start", "cell", "summary", "done"]
 
 
 class Event(Record):
     """One entry of a job's event stream; its id is the SSE id.
 
-    state: {state, attempt} · token: {index, text, token_ids, finish_reason} · output: {index} ·
+    state: {state, attempt} · token: {index, text, token_ids, finish_reason} ·
+    score: {index, position, scores: {probe: {label: score}}, aggregates: likewise} · output: {index} ·
     receipt: {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} · done: {state} ·
     of a sweep, instead of outputs and receipts on which ranks agree: start: SweepStart · cell: SweepCell · summary: SweepSummary
     """

@@ -19,7 +19,7 @@ from .jobs import CaptureResults, Determinism, Prompt, ReaderList, Seed, StopTex
 from .lens import LensSpec
 from .limits import MAX_PROMPT_TOKENS, Count, Index, Label, Metadata, Name, Text
 from .loras import Adapted, LoraSupport
-from .probes import ProbeList, ProbeResult
+from .probes import ProbeList, ProbeResult, TokenScores
 from .readings import LensReading, ReaderReading
 from .specs import CaptureSpec, PatchList, SteeringList
 
@@ -168,6 +168,8 @@ class Answer(Record, kw_only=True):
     readers: list[ReaderReading] | UnsetType = UNSET  # of each prompt one per reader, if the request asked for some
     #: Present with probes; in the last chunk of a stream.
     probes: list[ProbeResult] | UnsetType = UNSET
+    #: In chunks of a stream with probes: of tokens fed back to the model since the last chunk; the first are those of the prompt's last.
+    scores: list[TokenScores] | UnsetType = UNSET
 
 
 class CompletionLogprobs(Record):

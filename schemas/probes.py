@@ -79,7 +79,9 @@ class Probe(Record):
     replaced: str = ""  # digest that the name had until this request
 
     def stored(self, action: Action, *, tokens: bool = False, watching: bool = False) -> "StoredProbe":
-        return StoredProbe(name=self.name, digest=self.digest, content=self.content, action=action, tokens=tokens, watching=watching)
+        return StoredProbe(
+            name=self.name, digest=self.digest, content=self.content, model=self.model, action=action, tokens=tokens, watching=watching
+        )  # fmt: skip
 
 
 class ProbePage(Record):
@@ -112,9 +114,18 @@ class StoredProbe(Record):
     name: str
     digest: str
     content: ProbeContent
+    model: str = ""
     action: Action = "none"
     tokens: bool = False
     watching: bool = False  # added by the operator, not by the request
+
+
+def label_starts(probes: list[StoredProbe]) -> list[int]:
+    """Where each probe's labels begin among those of all."""
+    starts = [0]
+    for probe in probes:
+        starts.append(starts[-1] + len(probe.content.labels))
+    return starts[:-1]
 
 
 class ProbeScore(Wire):
@@ -129,6 +140,22 @@ class ProbeScore(Wire):
     action: str = "none"
     tokens: bytes = b""  # where asked for: float32 `[positions, labels]`, C order, little-endian
     watching: bool = False
+    model: str = ""
+    stopped: bool = False  # it ended the request
+
+    @property
+    def flagged(self) -> bool:
+        """Whether the job is to be reported for it. (The operator's probes are reported in metrics.)"""
+        return self.action == "flag" and not self.watching and any(position is not None for position in self.crossed)
+
+
+class TokenScores(Record):
+    """The scores of one token of prompt `index`, as streams carry them: probe → label → value."""
+
+    index: int
+    position: int
+    scores: dict[str, dict[str, float]]
+    aggregates: dict[str, dict[str, float]]  # over the positions up to this one
 
 
 class ProbeResult(Record):

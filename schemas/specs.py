@@ -355,6 +355,7 @@ class RankSpec(Record):
     chunk: int = 0  # tokens in one step, at most, where the engine can split a prefill; 0: as many as fit
     images: list[ImageSpan] = []  # of the prompt
     probes: list[StoredProbe] = []  # that score its tokens; their rows are among `captures`
+    stream_scores: bool = False  # their scores travel with the tokens
 
     @property
     def ids(self) -> tuple[str, int, int]:

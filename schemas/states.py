@@ -29,6 +29,6 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 TERMINAL = frozenset(state for state, following in TRANSITIONS.items() if not following)
 
-#: What a webhook may report: that an attempt began, and each way in which a job ends.
-CallbackEvent = Literal["job.running", "job.succeeded", "job.failed", "job.cancelled", "job.aborted"]
+#: What a webhook may report: that an attempt began, that a probe flagged a prompt, and each way in which a job ends.
+CallbackEvent = Literal["job.running", "job.flagged", "job.succeeded", "job.failed", "job.cancelled", "job.aborted"]
 ENDS = tuple(cast(CallbackEvent, f"job.{state}") for state in State if state in TERMINAL and state is not State.EXPIRED)

@@ -10,7 +10,7 @@ from ...schemas.errors import MidstreamError, invalid, unknown
 from ...schemas.limits import MAX_PROBE_LABELS, MAX_PROBE_TOKENS, MAX_REQUEST_PROBES
 from ...schemas.models import ModelInfo
 from ...schemas.probes import Probe, ProbeContent, ProbeRequest, ProbeUse, StoredProbe
-from ...schemas.selectors import SelectorError, resolve_layers
+from ...schemas.selectors import HOOKS, SelectorError, resolve_layers
 from ...schemas.specs import StoredCapture, probe_captures
 from ...schemas.tensors import Tensor, content_hash, from_numpy, to_numpy
 from .captures import Bounds, one_hook
@@ -33,6 +33,9 @@ def resolve_probe(asked: ProbeRequest, name: str, model: ModelInfo) -> tuple[Pro
         hook = one_hook(asked.hook, Bounds(model, []))
     except SelectorError as error:
         raise invalid("hook", str(error)) from error
+    if hook not in HOOKS:
+        served = ", ".join(name for name in model.hooks if name in HOOKS)
+        raise invalid("hook", f"{hook} is not of the residual stream: its rows have another width", allowed=served)
     try:
         (layer,) = resolve_layers(asked.layer, model.num_layers)
     except SelectorError as error:
@@ -144,6 +147,8 @@ def misfit(probe: Probe, model: ModelInfo) -> str | None:
 
 def check_action(probe: Probe, action: str, at: str, model: ModelInfo) -> None:
     """Raises a 400 for an action that cannot be taken."""
+    if action == "stop" and model.pp > 1:
+        raise invalid(at, "'stop' is not served with pipeline parallelism: scores of earlier stages come too late", allowed="none, flag")
     if action != "none" and not any(threshold is not None for threshold in probe.content.thresholds):
         raise invalid(at, f"{action!r} needs a threshold, and {probe.name!r} has none", allowed="none, or a probe with thresholds")
 

@@ -15,6 +15,7 @@ from ...schemas.base import to_json
 from ...schemas.errors import MidstreamError, Problem
 from ...schemas.jobs import Event, JobView
 from ...schemas.keys import Caller
+from ...schemas.probes import TokenScores
 from ..context import AppContext
 from ..web import problems
 from ..web.key_revocation import HeldKey
@@ -67,6 +68,7 @@ class Streamed:
     readings: Sequence[str] = ()  # fields of the result that the request asked for
     sent: dict[int, Sent] = field(default_factory=dict)
     attempt: int = 0
+    scores: list[TokenScores] = field(default_factory=list)  # of tokens that were not sent yet
 
     async def body(self) -> AsyncIterator[bytes]:
         """Chunks, then `[DONE]`; or chunks and then an error event, which ends the stream."""
@@ -96,7 +98,9 @@ class Streamed:
                 if event.attempt > self.attempt:
                     self._begin_anew(event.attempt)
                     finished.clear()
-                if event.event == "token":
+                if event.event == "score":
+                    self.scores.append(msgspec.convert(event.data, TokenScores))
+                elif event.event == "token":
                     chunks += self._chunks(event)
                 elif event.event == "output":
                     finished.add(_number(event, "index"))
@@ -108,6 +112,7 @@ class Streamed:
 
     def _begin_anew(self, attempt: int) -> None:
         self.attempt = attempt
+        self.scores.clear()
         for sent in self.sent.values():
             sent.seen = ""
 
@@ -163,6 +168,8 @@ class Streamed:
     def _chunk(self, choices: list[Any], **more: Any) -> bytes:
         if self.with_usage:
             more.setdefault("counted", None)
+        if self.scores:
+            more["scores"], self.scores = self.scores, []
         return b"data: %b\n\n" % to_json(openai_shapes.piece(self.shape, self.job_id, self.created, self.model, choices, **more))
 
 

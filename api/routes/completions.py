@@ -46,7 +46,7 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, parsed: ParsedReque
     created = now()
     job_id = await context.submit(parsed, request.idempotency(key), caller_of(request))
     headers = {JOB_HEADER: job_id, "Location": job_url(context, job_id)}
-    read = list(asked_readings(parsed))
+    read = [*asked_readings(parsed), *(["probes"] if parsed.probes else [])]
     hold = body.capture_wait or bool(read) or (parsed.capture is not None and "memory" in parsed.capture.consumers)
 
     def until(view: JobView) -> bool:

@@ -219,6 +219,7 @@ def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[
             seq, told.job, told.request, told.rank, told.pp, told.attempt, told.verdict,
             binary(to_msgpack(told)), sum(file.bytes for file in told.files), sum(file.rows for file in told.files),
             f"{told.checksum}:{told.actions}:{told.epoch}:{told.applied}", f"{told.worker}\0{told.boot}\0{told.kind}\0{told.message}",
+            any(score.flagged for score in told.scores),
         )
         for seq, told in receipts
     ]  # fmt: skip

@@ -126,6 +126,12 @@ class Settler:
                 "receipt", told.trace, began, at, job=told.job, request=told.request, rank=told.rank, stage=told.pp,
                 attempt=told.attempt, status=told.verdict, files=len(told.files), bytes=sum(file.bytes for file in told.files),
             )  # fmt: skip
+        for score in (score for _, told in batch for score in told.scores):
+            metrics.PROBED.labels(score.model, score.name).inc()
+            for label, value, crossed in zip(score.labels, score.score, score.crossed, strict=True):
+                metrics.PROBE_SCORE.labels(score.model, score.name, label).observe(value)
+                if crossed is not None:
+                    metrics.CROSSED.labels(score.model, score.name, label).inc()
         for job_id, model, created, generated in zip(*[iter(succeeded)] * 4, strict=True):
             metrics.DURABLE.labels(model).observe(max(0.0, at - float(generated)))
             metrics.JOB.labels(model).observe(max(0.0, at - float(created)))

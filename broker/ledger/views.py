@@ -156,8 +156,8 @@ def probe_result(request: int, score: ProbeScore) -> ProbeResult:
         positions=score.positions,
         crossed=crossed,
         action=score.action,
-        flagged=score.action == "flag" and bool(crossed),
-        stopped=False,
+        flagged=score.flagged,
+        stopped=score.stopped,
         tokens=tokens,
     )
 

@@ -21,6 +21,9 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # an unused second s
 #: Upper bounds in seconds: from an answer without a model to a job that waited for a day.
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 86400)
 
+#: Upper bounds of a probe's scores, which are log-odds where `midstream.probes.fit` made it.
+SCORES = (-20, -10, -5, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 5, 10, 20)
+
 BUILD = Gauge("midstream_build_info", "1; labels: process, version", ["process", "version"])
 
 # A job's stages, each observed where it ends
@@ -41,6 +44,12 @@ RECEIPTS = Counter("midstream_receipts_total", "Receipts, by outcome", ["status"
 LOST = Counter("midstream_receipts_lost_jobs_total", "Jobs that failed because an outbox lost their receipts", ["worker"])
 DISAGREEMENTS = Counter("midstream_disagreements_total", "Requests whose ranks reported different actions", ["worker"])
 REFUSED_FRAMES = Counter("midstream_relay_refused_frames_total", "Frames rejected by the relay", ["reason"])
+
+PROBED = Counter("midstream_probed_prompts_total", "Prompts that a probe has scored", ["model", "probe"])
+CROSSED = Counter("midstream_probe_crossings_total", "Prompts whose aggregate reached a label's threshold", ["model", "probe", "label"])
+PROBE_SCORE = Histogram(
+    "midstream_probe_score", "A label's aggregate over a prompt and its generated tokens", ["model", "probe", "label"], buckets=SCORES
+)
 
 # What the callbacks worker does
 SWEPT = Counter("midstream_swept_total", "Actions of the reaper, by kind", ["action"])

@@ -16,7 +16,7 @@ from ...schemas.errors import MidstreamError, invalid
 from ...schemas.jobs import JobRequest, JobResult, JobView, SamplingRequest, State
 from ...schemas.settings import load_settings
 from ..images import with_images
-from ..render import jobs, sweeps
+from ..render import jobs, probes, sweeps
 from ..sdk.client import Client
 from ..sdk.wire import returned_rows
 from . import options
@@ -101,6 +101,9 @@ def submit(
         list[str] | None,
         typer.Option(metavar=options.PATCH, help="Replace rows by rows of a run, a vector or zeros; repeatable."),
     ] = None,
+    probe: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[:ACTION]", help="Score every token with this probe; action: none, flag or stop.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = DEFAULTS.max_tokens,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = DEFAULTS.temperature,
     *,
@@ -123,6 +126,8 @@ def submit(
             fields["sampling"] = {"max_tokens": max_tokens, "temperature": temperature}
             fields["steering"] = options.parse_steering(steer or [])
             fields["patch"] = options.parse_patches(patch or [])
+            uses = [each.partition(":") for each in probe or []]
+            fields["probes"] = [{"probe": named, "action": action or "none"} for named, _, action in uses]
             fields |= handling
             fields["capture"] = options.parse_capture(
                 layers=layers, hooks=hooks, positions=positions, spans=span, every_n=every_n, at=at, dtype=dtype,
@@ -243,6 +248,8 @@ def print_result(result: JobResult) -> None:
         out.print(sweeps.report(result.sweep))
         return
     out.print(jobs.outputs(result))
+    if result.probes:
+        out.print(probes.scores(result))
     captures = result.capture_results
     if result.determinism is not None:
         out.print(jobs.receipts("Receipts", [(result.id, captures, result.determinism)]))

@@ -15,7 +15,24 @@ from ...schemas.settings import SettingsError, engine_options, load_settings
 from ...schemas.version import __version__
 from ..extras import MissingExtraError, explained, need
 from ..sdk import discovery
-from . import acl, attention, captures, curve, jobs, keys, lens, loras, saes, service, source_runs, stack, steering, sweeps, webhooks
+from . import (
+    acl,
+    attention,
+    captures,
+    curve,
+    jobs,
+    keys,
+    lens,
+    loras,
+    probes,
+    saes,
+    service,
+    source_runs,
+    stack,
+    steering,
+    sweeps,
+    webhooks,
+)
 from .jobs import AsJson, Url, connect, err, out
 from .options import HOOKS_FORM, overrides
 
@@ -143,6 +160,7 @@ captures.register(app)
 attention.register(app)
 steering.register(app)
 loras.register(app)
+probes.register(app)
 saes.register(app)
 lens.register(app)
 source_runs.register(app)

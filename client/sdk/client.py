@@ -25,6 +25,7 @@ from .attention import AsyncAttentionCalls, AttentionCalls
 from .keys import AsyncKeyCalls, KeyCalls
 from .lens import AsyncLensCalls, LensCalls
 from .loras import AsyncLoraCalls, LoraCalls
+from .probes import AsyncProbeCalls, ProbeCalls
 from .progress import prompts_bar
 from .saes import AsyncSaeCalls, SaeCalls
 from .service import AsyncServiceCalls, ServiceCalls
@@ -44,6 +45,7 @@ class Client(
     SaeCalls,
     LensCalls,
     TunedLensCalls,
+    ProbeCalls,
     RunCalls,
     SweepCalls,
     KeyCalls,
@@ -285,6 +287,7 @@ class AsyncClient(
     AsyncSaeCalls,
     AsyncLensCalls,
     AsyncTunedLensCalls,
+    AsyncProbeCalls,
     AsyncRunCalls,
     AsyncSweepCalls,
     AsyncKeyCalls,

@@ -26,6 +26,7 @@ from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import Tensor
 from midstream.workers.engine.protocol import EngineRequest, engine_request
 from midstream.workers.engine.rank_control import disagreement
+from midstream.workers.runner.probe_news import Scored
 
 
 class Command(msgspec.Struct, omit_defaults=True):
@@ -51,6 +52,7 @@ class Command(msgspec.Struct, omit_defaults=True):
 class Answer(msgspec.Struct, omit_defaults=True):
     outputs: dict[str, list[Output]] = {}
     errors: dict[str, str] = {}
+    scores: dict[str, list[Scored]] = {}  # job → those that came with its tokens
     result: Any = None
     info: Any = None
     rank_calls: int = 0  # calls that all ranks answered meanwhile
@@ -228,6 +230,7 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
         tokens = 0
         async for progress in engine.generate(ask(request), command.everyone):
             tokens += len(progress.token_ids)
+            answer.scores.setdefault(job.id, []).extend(progress.scores)
             answer.waiting = max(answer.waiting, engine.waiting)
             if tokens >= command.cancel_after.get(job.id, 1 << 30):
                 await engine.abort(job.id, 1)

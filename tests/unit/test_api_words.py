@@ -55,7 +55,7 @@ def test_decoding_errors_become_problems_with_the_field_path(body: str, field: s
         ({"capture": {"tag": "../x"}}, None),
         ({"patch": [{"layers": 0, "hook": "resid", "positions": [0], "source": {"zeros": True}}]}, ", ".join(EVERY)),
         ({"priority": "urgent"}, "high, normal, low"),
-        ({"callback_events": ["job.done"]}, ", ".join(("job.running", *ENDS))),
+        ({"callback_events": ["job.done"]}, ", ".join(("job.running", "job.flagged", *ENDS))),
         (
             {"steering": [{"layers": 0, "vector": {"dtype": "float32", "shape": [0], "data": ""}, "op": "mul"}]},
             ", ".join(STEERING_FIELDS),

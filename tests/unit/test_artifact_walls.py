@@ -31,6 +31,7 @@ OPENS: dict[str, str] = {
     "client/cli/demo.py": "the demo's folder and figure",
     "client/cli/jobs.py": "the user's request",
     "client/cli/options.py": "the user's vectors and options",
+    "client/cli/probes.py": "the user's examples and weights",
     "client/cli/stack.py": "logs; sizes of all parts of the data directory",
     "client/cli/sweeps.py": "the user's sweep",
     "client/images.py": "the user's images",

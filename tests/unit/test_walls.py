@@ -35,7 +35,7 @@ STARTERS_MAY = {"broker", "workers"}
 ROOMS: dict[str, tuple[str, ...]] = {
     "broker": ("callbacks flower health relay", "receipts webhooks", "ledger", "queue artifacts", "ops"),
     "api": ("__main__", "app", "openapi", "routes", "responses", "context", "resolve operations", "web"),
-    "client": ("__main__", "cli", "study", "render", "stack", "sdk", "captures", "values", "notebook durations extras images"),
+    "client": ("__main__", "cli", "study", "render", "stack", "sdk", "captures", "values probes", "notebook durations extras images"),
     "workers": ("__main__ remote", "app", "serving", "engines demo_model", "fake", "engine", "runner"),
 }
 

@@ -15,6 +15,7 @@ from ...schemas.source_runs import RunFiles
 from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering, probe_captures
 from ...schemas.steering import GlobalSteering, RankApplied, RankSteering
 from ...schemas.tensors import Tensor
+from ..runner.probe_news import Scored
 
 #: Returns the tensor of a content hash; raises MidstreamError if it is not stored.
 Fetch = Callable[[str], Awaitable[Tensor]]
@@ -93,6 +94,7 @@ class Progress:
     text: str
     token_ids: list[int]
     finished: Output | None = None  # set on the last one: the whole output
+    scores: Sequence[Scored] = ()  # of tokens that are returned, by position; where the request's probes stream
 
 
 class Engine(Protocol):

@@ -12,6 +12,7 @@ import numpy as np
 from ...broker.receipts.curve import client_keys
 from ...broker.receipts.outbox import Outbox
 from ...schemas.dtypes import narrowed
+from ...schemas.probes import ProbeScore
 from ...schemas.receipts import Receipt
 from ...schemas.selectors import select
 from ...schemas.settings import Settings
@@ -24,6 +25,7 @@ from ..engine.protocol import EngineRequest
 from ..runner.extensions import LoadedReader
 from ..runner.finished import FinishedCapture
 from ..runner.layouts import StoreConfig
+from ..runner.watches import Watch
 from ..runner.writer import BOOT_DIGITS, WriteJob, Writer
 from .grades import FakeGrades, Ungradable
 from .model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
@@ -173,7 +175,20 @@ class FakeRanks:
             global_version=spec.global_version,
             epoch=rank.ledger.epoch,
             trace=spec.trace,
+            scores=self._scores(finished, rank.pp) if rank.tp == 0 and not failure else [],
         )
+
+    def _scores(self, finished: _Finished, pp: int) -> list[ProbeScore]:
+        """Of the probes with layers on this stage: at position p label number n has the score p + n."""
+        share = set(self._stages[pp].tolist())
+        probes = [probe for probe in finished.spec.probes if probe.content.layer in share]
+        if not probes:
+            return []
+        watch, positions = Watch(finished.spec.key, probes), len(finished.fed)
+        for mine in watch.columns:
+            scores = np.arange(positions)[:, None] + np.arange(len(mine))
+            watch.put(0, np.array(mine), scores.astype(np.float32))
+        return watch.results(positions)[0]
 
     def _applied(self, finished: _Finished, pp: int) -> int:
         """Token rows that steering would have changed on a stage, over its layers."""
@@ -189,7 +204,7 @@ class FakeRanks:
         for capture in finished.spec.captures:
             share = set(self._stages[pp].tolist())
             sites = {str(hook): mine for hook, layers in capture.sites.items() if (mine := [layer for layer in layers if layer in share])}
-            if sites:
+            if sites and not capture.scored:
                 builds.append(partial(self._build, finished, capture, sites, rank, pp))
         return builds
 

@@ -11,7 +11,8 @@ import torch
 
 from ...kernels import idle_sites
 from .graph_families import capture_both_families, dispatch_by_family
-from .quarantine import attach_found
+from .probe_news import NEWS
+from .quarantine import attach
 from .scheduler import ends, finishes, keeping, load, waiting
 from .step import NewRequest, RequestRows, StepView
 
@@ -82,7 +83,9 @@ class _Adapter:
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        return attach_found(output, self.midstream.found()) if self.midstream is not None else output
+        if self.midstream is None:
+            return output
+        return attach(attach(output, self.midstream.found()), self.midstream.probe_news(), NEWS)
 
 
 class V1Adapter(_Adapter):

@@ -258,6 +258,7 @@ class Recording:
         spec: RankSpec,
         token_ids: list[int],
         *,
+        rows: int | None = None,
         hidden_size: int,
         dtype: torch.dtype,
         worker: str,
@@ -268,17 +269,19 @@ class Recording:
         caveats: Sequence[str] = (),
         attention: Sequence[AttentionKind] = (),
     ) -> FinishedCapture:
-        """What is to be stored of a request that ended with `token_ids` (prompt and generated; the last was never fed back).
+        """What is to be stored of a request that ended with `token_ids` (prompt and generated), of which the first `rows` have
+        rows; None: all but the last, which was never fed back.
 
         Raises RuntimeError when a row that should be there is not.
         """
-        expected = self._expected(spec.prompt_tokens, len(token_ids))
+        stop = len(token_ids) - 1 if rows is None else rows
+        expected = set(self.capture.select(0, stop, spec.prompt_tokens)) if stop >= spec.prompt_tokens else set()
         stored_as = dtype if self.capture.dtype == "model" else getattr(torch, self.capture.dtype)
-        rows: Rows
+        found: Rows
         if self.stream is not None and self.stream.begun:
-            positions, reused, rows = self.stream.seal(self, expected, len(token_ids) - 1)
+            positions, reused, found = self.stream.seal(self, expected, stop)
         else:
-            positions, reused, rows = self._in_memory(expected, len(token_ids) - 1, stored_as)
+            positions, reused, found = self._in_memory(expected, stop, stored_as)
         if missing := expected.difference(positions) - self.dropped:
             raise RuntimeError(f"positions {sorted(missing)[:8]} were not recorded ({len(missing)} of {len(expected)})")
         return FinishedCapture(
@@ -294,15 +297,15 @@ class Recording:
             rank=rank,
             pp=pp,
             stages=stages,
-            rows=rows,
-            non_finite=rows.non_finite(stored_as),
-            unsound=min(rows.unsound(dtype), key=lambda place: place[2], default=None),
+            rows=found,
+            non_finite=found.non_finite(stored_as),
+            unsound=min(found.unsound(dtype), key=lambda place: place[2], default=None),
             reused=len(self.ports) * reused,
             dropped=tuple(sorted((self.dropped & expected).difference(positions))),
             num_layers=num_layers,
             caveats=tuple(caveats),
             attention=tuple(attention),
-            whole=rows.blob,
+            whole=found.blob,
             prepared=self.prepared,
         )
 
@@ -315,9 +318,6 @@ class Recording:
         owners |= reused
         positions = sorted(owners)
         return positions, len(reused), _Rows(self.ports, stretches(owners, positions), stored_as, self.chosen)
-
-    def _expected(self, prompt_tokens: int, num_tokens: int) -> set[int]:
-        return set(self.capture.select(0, num_tokens - 1, prompt_tokens)) if num_tokens > prompt_tokens else set()
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,9 @@ class DataPlane:
         self.rank_state = RankState(every, num_layers, self._table, self.actions, lambda: self._step)
         self._row_store, self._keeping = RowStore(self._mover), cast("Keeping | None", None)
         self._grading = Grading()
-        self._probes = Scorer(self._table.vectors, self._hidden_size, waits=device.type == "cpu", faulty=self.faults.of_score)
+        waits, whole = device.type == "cpu", place.stages == 1
+        self._probes = Scorer(self._table.vectors, self._hidden_size, waits=waits, streams=whole, faulty=self.faults.of_score)
+        self.probe_news = self._probes.news  # of the step that ran last, as `found`
         self._view: StepView | None = None  # of the step that was planned and has not run
         self.entering = Reentry(gate, self.runs, self._hidden_size, self._dtype, buffers.ring.device) if gate is not None else None
         self.loras = loras
@@ -521,7 +523,7 @@ class DataPlane:
         if not tracked.reported:
             tracked.recordings = {number: recording for number, recording in enumerate(recordings) if recording is not None}
             with self._guard([tracked], "probe_failed"):
-                tracked.watch = self._probes.watch(spec, tracked.recordings.values())
+                tracked.watch = self._probes.watch(request.id, spec, tracked.recordings.values())
             for number, recording in tracked.recordings.items():
                 recording.stream = self._streams.of(spec, recording, request.max_tokens)
                 recording.prepared = prepared.get(number)
@@ -555,6 +557,7 @@ class DataPlane:
         tracked.edited = [(spec.positions, self._banks.num_sites(row, spec)) for row, spec in tracked.rows]
         self._rows.release(self._step, tracked.rows)
         tracked.holds([])
+        tracked.stopped_by = finish.stopped_by
         key = tracked.spec.key
         self._live.discard(key)
         end = self._ends.pop(key, None)
@@ -572,10 +575,12 @@ class DataPlane:
         """Write what was recorded of the first `num_tokens` tokens, and report; with -1 neither."""
         if num_tokens >= 0:
             mine = token_ids[:num_tokens]
+            # The last sampled token was never fed back, unless a probe found in its row that the request ends there.
+            rows = len(mine) - (1 if len(mine) < len(token_ids) or not tracked.stopped_by else 0)
             for positions, sites in tracked.edited:  # rejected drafts, and what was computed before the end was known, are not its own
-                beyond = select(positions, len(mine) - 1, tracked.reached, tracked.spec.prompt_tokens)
+                beyond = select(positions, rows, tracked.reached, tracked.spec.prompt_tokens)
                 tracked.applied -= len(beyond) * sites
-            self._reports.over(self._step, tracked, mine)
+            self._reports.over(self._step, tracked, mine, rows)
 
     def _fail(self, tracked: Tracked, message: str, kind: str, since: int | None = None) -> None:
         """Report the failure now, without waiting for the request to end.

@@ -50,6 +50,7 @@ class Tracked:
     unsound: bool = False  # the model gave rows that are not finite, before any edit could reach them
     accounted: bool = False  # the adapter that its rows are computed with is in the ledger
     watch: Watch | None = None  # the scores of its probes
+    stopped_by: str = ""  # the probe that ended it
     scores: list[ProbeScore] = field(default_factory=list)  # once it is over
     graded: Callable[[], list[float]] | None = None  # what `RankSpec.grade` asked; waits for the values
 

@@ -4,8 +4,10 @@ One batched product for all requests with the same probes: `[sites, rows, hidden
 rank of a stage computes the same; the scores' checksum goes into the ledger of actions, in which ranks must agree.
 """
 
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ import torch
 from ...schemas.probes import StoredProbe
 from ...schemas.specs import RankSpec
 from .capture import Extent, Recording
+from .probe_news import News
 from .steering_tables import VectorStore
 from .watches import Plan, Watch
 
@@ -20,20 +23,34 @@ from .watches import Plan, Watch
 _STACKS = 64
 
 
+@dataclass(eq=False)
+class _Batch:
+    """The rows of one step."""
+
+    items: list[tuple[Recording, Extent]]
+    news: list[News] = field(default_factory=list)
+
+
 class Scorer:
     """One per rank."""
 
-    def __init__(self, vectors: VectorStore, hidden_size: int, *, waits: bool, faulty: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, vectors: VectorStore, hidden_size: int, *, waits: bool, streams: bool = True, faulty: Callable[[], bool] = lambda: False
+    ) -> None:
         """`waits`: rows are there when a step is over; otherwise they are scored when they have landed, at the request's end at the latest.
 
-        `faulty`: tests only, whether the scores of this step are to be wrong.
+        `streams`: scores may travel with the tokens: all layers are here. `faulty`: tests only, whether a step's scores are to be wrong.
         """
         self._vectors, self._hidden_size, self._waits, self._faulty = vectors, hidden_size, waits, faulty
+        self._streams = streams
         self._stacks: OrderedDict[tuple[tuple[str, ...], ...], tuple[torch.Tensor, torch.Tensor, np.ndarray]] = OrderedDict()
         self._contents: dict[str, StoredProbe] = {}  # digest → a probe with this content, of those stacked
-        self._pending: deque[list[tuple[Recording, Extent]]] = deque()
+        self._pending: deque[_Batch] = deque()
+        self._last: _Batch | None = None  # of the step that ran last
+        self._lock = threading.Lock()  # an asynchronous output's thread asks for the news
+        self._error: Exception | None = None
 
-    def watch(self, spec: RankSpec, recordings: Iterable[Recording]) -> Watch | None:
+    def watch(self, request_id: str, spec: RankSpec, recordings: Iterable[Recording]) -> Watch | None:
         """Give the recordings of its probes on this rank what is to be computed of their rows; None: it has none here.
 
         Raises LookupError and ValueError for weights that are not here or of another shape.
@@ -43,7 +60,7 @@ class Scorer:
         probes = [probe for probe in spec.probes if (probe.content.at, probe.content.hook, probe.content.layer) in here]
         if not probes:
             return None
-        watch = Watch(probes)
+        watch = Watch(request_id, probes, spec.prompt_tokens - 1 if spec.stream_scores and self._streams else -1)
         for recording in mine:
             ports: dict[int, list[int]] = {}  # port → which probes
             for number, probe in enumerate(probes):
@@ -62,16 +79,44 @@ class Scorer:
         for recording in (each for each in recordings if each.watch is not None and each.reused):
             mine += [(recording, extent) for extent in recording.reused]
             recording.reused = []
-        if mine:
-            self._pending.append(mine)
+        self._last = _Batch(mine) if mine else None
+        if self._last is not None:
+            self._pending.append(self._last)
         self.settle(wait=self._waits)
 
     def settle(self, *, wait: bool) -> None:
-        """Score the rows that have landed, in the order of the steps. `wait`: for all of them."""
-        while self._pending and (wait or all(extent.step.landing.done() for _, extent in self._pending[0])):
-            self._score(self._pending.popleft())
+        """Score the rows that have landed, in the order of the steps. `wait`: for all of them. Raises what went wrong."""
+        with self._lock:
+            while self._pending and (wait or all(extent.step.landing.done() for _, extent in self._pending[0].items)):
+                self._score(self._pending.popleft())
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
 
-    def _score(self, items: Sequence[tuple[Recording, Extent]]) -> None:
+    def news(self) -> Callable[[], list[News]]:
+        """Of the step that ran last. What it returns may be called in any thread; it waits for the step."""
+        batch = self._last
+
+        def of_step() -> list[News]:
+            if batch is None:
+                return []
+            with self._lock:
+                while batch in self._pending:
+                    self._score(self._pending.popleft())
+            return batch.news
+
+        return of_step
+
+    def _score(self, batch: "_Batch") -> None:
+        """An error is raised by the next `settle`, which fails the requests."""
+        try:
+            self._compute(batch.items)
+            watches = {id(recording.watch): recording.watch for recording, _ in batch.items if recording.watch is not None}
+            batch.news += [news for watch in watches.values() if (news := watch.news(watch.reached)) is not None]
+        except Exception as error:
+            self._error = error
+
+    def _compute(self, items: Sequence[tuple[Recording, Extent]]) -> None:
         groups: dict[tuple[int, Plan], list[tuple[Recording, Extent]]] = {}  # those with rows in one slab and of one plan
         for recording, extent in items:
             if recording.plan is not None:

@@ -20,27 +20,27 @@ _REMEMBERED = 256
 Found = Sequence[tuple[str, int]]
 
 
-def attach_found(output: Any, found: Callable[[], Found]) -> Any:
-    """A step's output with what was found in it; for an asynchronous output `found` is called when the output is ready."""
+def attach(output: Any, found: Callable[[], Sequence[Any]], name: str = _FOUND) -> Any:
+    """A step's output with what was found in it, as attribute `name`; of an asynchronous output `found` is called when it is ready."""
     if isinstance(output, AsyncModelRunnerOutput):
         get_output = output.get_output
 
         def with_found() -> ModelRunnerOutput:
-            return _with(get_output(), found())
+            return _with(get_output(), found(), name)
 
         output.get_output = with_found
         return output
-    return _with(output, found()) if isinstance(output, ModelRunnerOutput) and output.req_ids else output
+    return _with(output, found(), name) if isinstance(output, ModelRunnerOutput) and output.req_ids else output
 
 
-def _with(output: ModelRunnerOutput, found: Found) -> ModelRunnerOutput:
+def _with(output: ModelRunnerOutput, found: Sequence[Any], name: str) -> ModelRunnerOutput:
     if found:
-        setattr(output, _FOUND, list(found))
+        setattr(output, name, list(found))
     return output
 
 
 def found_in(output: Any) -> Found:
-    """What `attach_found` attached to a step's output."""
+    """What `attach` attached to a step's output."""
     return getattr(output, _FOUND, ())
 
 

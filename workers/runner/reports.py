@@ -41,8 +41,8 @@ class Reports:
             "caveats": tuple(config.caveats),
         }  # fmt: skip
 
-    def over(self, step: int, tracked: Tracked, token_ids: list[int]) -> None:
-        """The request ended with these tokens, prompt included: write what was recorded of them, then report."""
+    def over(self, step: int, tracked: Tracked, token_ids: list[int], rows: int) -> None:
+        """The request ended with these tokens, prompt included: write what was recorded of the first `rows`, then report."""
         if tracked.reported:
             return
         if self._place.grades and (lack := lacking(tracked)):
@@ -50,14 +50,14 @@ class Reports:
             return
         if tracked.watch is not None:
             try:
-                tracked.scores, checksum = tracked.watch.results(len(token_ids) - 1)
+                tracked.scores, checksum = tracked.watch.results(rows, tracked.stopped_by)
             except ProbeError as error:
                 self.failed(step, tracked, f"{error} (rank {self._place.rank})", "probe_failed")
                 return
             self._actions.fold(step, "probe", *tracked.spec.ids, checksum)
         tracked.reported = True
         recordings = [recording for recording in tracked.recordings.values() if not recording.capture.scored]
-        builds = [partial(self._build, tracked, recording, token_ids) for recording in recordings]
+        builds = [partial(self._build, tracked, recording, token_ids, rows) for recording in recordings]
         size = sum(recording.num_rows * recording.width(self._hidden_size) for recording in recordings) * self._dtype.itemsize
         self._writer.submit(WriteJob(self._receipt(step, tracked), builds, size))
 
@@ -70,12 +70,13 @@ class Reports:
             recording.forget()
         self._writer.submit(WriteJob(self._receipt(step, tracked), [], 0))
 
-    def _build(self, tracked: Tracked, recording: Recording, token_ids: list[int]) -> FinishedCapture:
+    def _build(self, tracked: Tracked, recording: Recording, token_ids: list[int], rows: int) -> FinishedCapture:
         """Runs in a writer thread. Raises InterventionError for a row that is not finite, unless the unedited model made it so."""
         place = self._place
         capture = recording.finish(
             tracked.spec,
             token_ids,
+            rows=rows,
             hidden_size=self._hidden_size,
             dtype=self._dtype,
             **self.origin,

@@ -22,6 +22,7 @@ from . import (
 from .cell_steps import Based, CellSteps
 from .config import plane_config
 from .kept_blocks import KeptBlocks
+from .probe_news import STOPPED_BY, ProbeNews, news_of
 from .process import die_with_parent
 from .quarantine import Quarantine, found_in, private
 from .ring_budget import RingBudget
@@ -102,6 +103,7 @@ class _Midstream:
         self._midstream_blocks = KeptBlocks(manager)
         self._midstream_cells = CellSteps(self._midstream_bases, self._midstream_blocks, self.max_num_scheduled_tokens)  # type: ignore[attr-defined]
         self._midstream_quarantine = Quarantine(manager)
+        self._midstream_probes = ProbeNews()
         manager.get_computed_blocks = self._capped(manager, manager.get_computed_blocks)
 
     def add_request(self, request: Any) -> None:
@@ -136,7 +138,10 @@ class _Midstream:
         spec = _spec(request)
         if spec is not None:
             aborted = request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
-            self._midstream_finished[request.request_id] = Finish(list(request.all_token_ids), aborted)
+            stopped_by = str(request.stop_reason or "") if not aborted else ""
+            stopped_by = stopped_by.removeprefix(STOPPED_BY) if stopped_by.startswith(STOPPED_BY) else ""
+            self._midstream_finished[request.request_id] = Finish(list(request.all_token_ids), aborted, stopped_by)
+            self._midstream_probes.forget(request.request_id)
             self._midstream_capturing.pop(request.request_id, None)
             self._midstream_ring.leave(request.request_id)
             self._midstream_bases.pop(request.request_id, None)
@@ -190,7 +195,21 @@ class _Midstream:
             request = self.requests.get(request_id)  # type: ignore[attr-defined]
             if self._midstream_quarantine.isolate(request, request_id, position):
                 _hash_anew(request, always=True)
-        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self._midstream_probes.hear(news_of(model_runner_output))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self._midstream_probes.attach(outputs)
+        return outputs
+
+    def _update_request_with_output(self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
+        """Where a probe ends the request, tokens behind the one that crosses are dropped, in whatever step they were computed."""
+        kept, probe = self._midstream_probes.cut(request, new_token_ids)
+        stopped = False
+        if kept or not probe:
+            kept, stopped = super()._update_request_with_output(request, kept, *args, **kwargs)  # type: ignore[misc]
+        if probe and not stopped:
+            # With the status of a stop token vLLM would leave the last token out of the text.
+            request.status, request.stop_reason, stopped = RequestStatus.FINISHED_LENGTH_CAPPED, f"{STOPPED_BY}{probe}", True
+        return kept, stopped
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """What has to be forgotten is, also when vLLM, being busy, keeps its blocks.

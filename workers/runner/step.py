@@ -20,6 +20,7 @@ class Finish:
 
     token_ids: list[int]
     aborted: bool
+    stopped_by: str = ""  # the probe that ended it behind these tokens, of which the last has a row too
 
 
 @dataclass(frozen=True, slots=True)

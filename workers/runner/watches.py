@@ -8,6 +8,7 @@ import numpy as np
 
 from ...schemas.probes import ProbeScore, StoredProbe
 from .aggregates import aggregate
+from .probe_news import News, Scored
 
 #: Positions for which a watch has room at first; it grows by doubling.
 _ROOM = 256
@@ -29,25 +30,66 @@ class Plan:
 class Watch:
     """The scores of one request on this rank: `scores[position, column]`, a column for each label of each probe. NaN: not computed."""
 
-    def __init__(self, probes: Sequence[StoredProbe]) -> None:
-        self.probes = list(probes)
+    def __init__(self, request_id: str, probes: Sequence[StoredProbe], streams_from: int = -1) -> None:
+        """`request_id`: in the engine. `streams_from`: the first position whose scores are news; -1: none is."""
+        self.request_id, self.probes, self._streams_from = request_id, list(probes), streams_from
         ends = np.cumsum([len(probe.content.labels) for probe in probes]).tolist()
         self.columns = [range(end - len(probe.content.labels), end) for probe, end in zip(probes, ends, strict=True)]
         self.scores = np.full((_ROOM, ends[-1]), np.nan, dtype=np.float32)
+        self.aggregates = np.full((_ROOM, ends[-1]), np.nan)  # filled up to `_aggregated`
+        self._aggregated = 0
         self.reached = 0  # the first position that was never scored
+        stops = [(probe.name, mine) for probe, mine in zip(probes, self.columns, strict=True) if probe.action == "stop"]
+        thresholds = [threshold for probe in probes for threshold in probe.content.thresholds]
+        self._thresholds = np.array([np.inf if threshold is None else threshold for threshold in thresholds])
+        self._stops = np.array([column for _, mine in stops for column in mine], dtype=np.int64)
+        self._names = [name for name, mine in stops for _ in mine]
+        self._lowest = 0  # of the positions scored since the last news
 
     def put(self, first: int, columns: np.ndarray, scores: np.ndarray) -> None:
         """`scores`: `[positions, len(columns)]`, from position `first` on. What is computed again replaces what was there."""
         stop = first + len(scores)
         if stop > len(self.scores):
-            grown = np.full((max(stop, 2 * len(self.scores)), self.scores.shape[1]), np.nan, dtype=np.float32)
-            grown[: len(self.scores)] = self.scores
-            self.scores = grown
+            more = max(stop, 2 * len(self.scores)) - len(self.scores)
+            self.scores = np.pad(self.scores, ((0, more), (0, 0)), constant_values=np.nan)
+            self.aggregates = np.pad(self.aggregates, ((0, more), (0, 0)), constant_values=np.nan)
         self.scores[first:stop, columns] = scores
         self.reached = max(self.reached, stop)
+        self._aggregated, self._lowest = min(self._aggregated, first), min(self._lowest, first)
 
-    def results(self, positions: int) -> tuple[list[ProbeScore], int]:
-        """Of the first `positions` tokens: the results, and a CRC32 of all scores. Raises ProbeError."""
+    def _aggregate(self, stop: int) -> None:
+        """The aggregates of the positions below `stop`."""
+        first = self._aggregated
+        if first >= stop:
+            return
+        for probe, mine in zip(self.probes, self.columns, strict=True):
+            part = slice(mine.start, mine.stop)
+            before = self.aggregates[first - 1, part] if first else None
+            content = probe.content
+            made = aggregate(content.aggregation, self.scores[first:stop, part], content.decay, before, first)
+            self.aggregates[first:stop, part] = made
+        self._aggregated = stop
+
+    def news(self, stop: int) -> News | None:
+        """What follows from the scores since the last news, of positions below `stop`; None: nothing that anybody waits for."""
+        first, self._lowest = self._lowest, stop
+        if not len(self._stops) and self._streams_from < 0:
+            return None
+        self._aggregate(stop)
+        above = self.aggregates[first:stop, self._stops] >= self._thresholds[self._stops]
+        stop_at, name = -1, ""
+        if above.any():
+            row = int(above.any(axis=1).argmax())
+            stop_at, name = first + row, self._names[int(above[row].argmax())]
+        told = range(max(first, self._streams_from), stop) if self._streams_from >= 0 else range(0)
+        scored = [Scored(position, self.scores[position].tolist(), self.aggregates[position].tolist()) for position in told]
+        return News(self.request_id, stop_at, name, scored) if scored or stop_at >= 0 else None
+
+    def results(self, positions: int, stopped_by: str = "") -> tuple[list[ProbeScore], int]:
+        """Of the first `positions` tokens: the results, and a CRC32 of all scores. Raises ProbeError.
+
+        `stopped_by`: the probe that ended the request.
+        """
         scores = self.scores[:positions]
         if len(scores) < positions or not np.isfinite(scores).all():
             bad = np.flatnonzero(~np.isfinite(scores).all(axis=1))
@@ -56,24 +98,23 @@ class Watch:
             name = next(probe.name for probe, mine in zip(self.probes, self.columns, strict=True) if column in mine)
             seen = "its score is not finite" if where < self.reached else "it was not scored"
             raise ProbeError(f"probe {name!r}: {seen} at position {where}")
-        results = [self._result(probe, scores[:, list(mine)]) for probe, mine in zip(self.probes, self.columns, strict=True)]
+        self._aggregate(positions)
+        results = [self._result(probe, mine, positions, stopped_by) for probe, mine in zip(self.probes, self.columns, strict=True)]
         return results, zlib.crc32(scores.tobytes())
 
-    def _result(self, probe: StoredProbe, scores: np.ndarray) -> ProbeScore:
-        content = probe.content
-        aggregates = aggregate(content.aggregation, scores, content.decay)
-        crossed: list[int | None] = []
-        for column, threshold in enumerate(content.thresholds):
-            above = aggregates[:, column] >= threshold if threshold is not None else np.zeros(1, dtype=bool)
-            crossed.append(int(above.argmax()) if above.any() else None)
+    def _result(self, probe: StoredProbe, mine: range, positions: int, stopped_by: str) -> ProbeScore:
+        aggregates, thresholds = self.aggregates[:positions, mine.start : mine.stop], self._thresholds[mine.start : mine.stop]
+        above = aggregates >= thresholds
         return ProbeScore(
             name=probe.name,
             digest=probe.digest,
-            labels=content.labels,
+            labels=probe.content.labels,
             score=aggregates[-1].tolist(),
-            positions=len(scores),
-            crossed=crossed,
+            positions=positions,
+            crossed=[int(each.argmax()) if each.any() else None for each in above.T],
             action=probe.action,
-            tokens=np.ascontiguousarray(scores, dtype="<f4").tobytes() if probe.tokens else b"",
+            tokens=np.ascontiguousarray(self.scores[:positions, mine.start : mine.stop], dtype="<f4").tobytes() if probe.tokens else b"",
             watching=probe.watching,
+            model=probe.model,
+            stopped=probe.name == stopped_by,
         )

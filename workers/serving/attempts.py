@@ -8,8 +8,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+
+import msgspec
 
 from ...broker.ledger.jobs import Claim, ClaimRefused, Ledger
 from ...broker.ledger.sweeps import Kept
@@ -18,6 +20,7 @@ from ...schemas.errors import MidstreamError, Problem
 from ...schemas.faults import crash_point
 from ...schemas.images import digest_of
 from ...schemas.jobs import Event, Job, Output, State
+from ...schemas.probes import TokenScores, label_starts
 from ...schemas.source_runs import ZEROS, is_row, runs_named
 from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor, content_hash
@@ -274,6 +277,8 @@ class Attempts:
                     attempt.check()
                     told.heard(len(progress.token_ids))
                     output = progress.finished
+                    for event in score_events(progress, attempt.job, attempt.number) if attempt.job.stream else ():
+                        await attempt.emit(self._ledger, event)
                     if attempt.job.stream and (progress.text or progress.token_ids or output):
                         await attempt.emit(self._ledger, _token_event(progress, attempt.number))
         if output is None:
@@ -357,6 +362,20 @@ def _leaves(error: BaseException) -> Iterable[BaseException]:
             yield from _leaves(inner)
     else:
         yield error
+
+
+def score_events(progress: Progress, job: Job, attempt: int) -> list[Event]:
+    """What the user's probes gave for tokens that are on their way: one event for each token."""
+    mine = [(probe, start) for probe, start in zip(job.probes, label_starts(job.probes), strict=True) if not probe.watching]
+
+    def by_label(values: Sequence[float]) -> dict[str, dict[str, float]]:
+        return {probe.name: dict(zip(probe.content.labels, values[start:], strict=False)) for probe, start in mine}
+
+    told = (
+        TokenScores(index=progress.request, position=each.position, scores=by_label(each.scores), aggregates=by_label(each.aggregates))
+        for each in progress.scores
+    )
+    return [Event(event="score", data=msgspec.structs.asdict(each), attempt=attempt) for each in told]
 
 
 def _token_event(progress: Progress, attempt: int) -> Event:

@@ -47,12 +47,13 @@ local function hook_put(id, lane, at)
   hook_plan(lane)
 end
 
--- `job` has just entered its state. No event is added twice: an attempt begins once and a job ends once, and each has one id.
-local function announce(job)
+-- `job` has just entered its state; or `what` has happened to it. No event is added twice: an attempt begins once and a job ends once,
+-- and each has one id.
+local function announce(job, what)
   if not job.callback then
     return
   end
-  local name, told = 'job.' .. job.state, cjson.decode(job.callback)
+  local name, told = 'job.' .. (what or job.state), cjson.decode(job.callback)
   local asked = false
   for _, event in ipairs(told.events) do
     asked = asked or event == name
@@ -60,8 +61,8 @@ local function announce(job)
   if not asked then
     return
   end
-  local id = 'msg_' .. string.gsub(job.id, '^job_', '') .. '_' .. job.state
-  if not TERMINAL[job.state] then
+  local id = 'msg_' .. string.gsub(job.id, '^job_', '') .. '_' .. (what or job.state)
+  if not what and not TERMINAL[job.state] then
     id = id .. '_' .. job.attempt
   end
   local tenant = job.tenant or 'default'

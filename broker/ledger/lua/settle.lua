@@ -1,7 +1,7 @@
 -- A batch of receipts of one stream, committed together with the stream's mark, the tickets and the jobs.
 -- keys: the mark of (worker, rank, epoch)
--- args: receipts: {seq, job, request, rank, pp, attempt, status, packed receipt, bytes and rows of its files, account, about} of each, by
---       seq. Values that are not read separately are joined: an account is checksum:actions:epoch of the rank's ledger:token rows edited;
+-- args: receipts: {seq, job, request, rank, pp, attempt, status, packed receipt, bytes and rows of its files, account, about, whether a
+--       probe flags it} of each, by seq. Values that are not read separately are joined: an account is checksum:actions:epoch of the rank's ledger:token rows edited;
 --       about is worker, its boot, kind and message with a zero byte in between
 -- returns {mark, applied, duplicate, stale, unknown, beyond a gap, {worker, disagreement of its ranks, ...},
 --          partial and error among the applied, {id, model, created, generated of each job that has succeeded by it, ...}}
@@ -80,7 +80,7 @@ local function compare(job, request, rank, pp, account)
   return difference(request, pp, first, second), math.max(tonumber(first.epoch), tonumber(second.epoch))
 end
 
-local function receive(id, request, rank, pp, attempt, status, packed, bytes, rows, account, about)
+local function receive(id, request, rank, pp, attempt, status, packed, bytes, rows, account, about, flagged)
   local job = jobs[id]
   if job == nil then
     job = read(id) or false
@@ -104,6 +104,9 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
     applied = applied + 1
     partial = partial + (status == 'partial' and 1 or 0)
     errors = errors + (status == 'error' and 1 or 0)
+    if flagged and job.state == 'running' then
+      announce(job, 'flagged')
+    end
     local sweep = job.kind == 'sweep' -- its worker reads the ticket, unit by unit
     if not sweep then
       job.receipts, job.more = job.receipts + 1, job.more + 1

@@ -1,0 +1,174 @@
+"""Probes on the command line: `midstream probe …`."""
+
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
+
+import msgspec
+import numpy as np
+import typer
+
+from ...schemas.base import to_json
+from ...schemas.errors import invalid
+from ...schemas.probes import Action, Aggregation, Probe
+from ...schemas.selectors import HookName
+from ..captures.row_matrix import samples
+from ..render import probes as render
+from ..sdk.client import Client
+from .jobs import AsJson, Model, Url, connect, only_model, out, print_list
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A probe's name.")]
+Acts = Annotated[str, typer.Option(help=f"At a threshold: {', '.join(get_args(Action))}.")]
+
+probe_app = typer.Typer(no_args_is_help=True, help="Train and manage linear probes; requests name one with --probe.")
+
+#: Tag of the rows that probes are trained on.
+_TAG = "probe-training"
+
+
+class Example(msgspec.Struct):
+    """A line of a file to train on."""
+
+    text: str
+    label: str | int | bool
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to `midstream`."""
+    app.add_typer(probe_app, name="probe")
+
+
+@probe_app.command("train")
+def probe_train(
+    name: Name,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help='JSON lines such as {"text": "…", "label": "…"}.')],
+    layer: Annotated[int, typer.Option(help="Layer of the rows.")],
+    hook: Annotated[str, typer.Option(help="Hook point of the rows.")] = "post_block",
+    rows: Annotated[str, typer.Option(help="Rows of a text: last, mean or all of its tokens.")] = "last",
+    aggregation: Annotated[str, typer.Option(help=f"Of the scores of a request: {', '.join(get_args(Aggregation))}.")] = "last",
+    decay: Annotated[float | None, typer.Option(help="Of `exponential`.")] = None,
+    held_out: Annotated[float, typer.Option(help="Share of the texts that is only measured on.")] = 0.25,
+    strength: Annotated[float, typer.Option(help="Inverse of the regularisation: scikit-learn's C.")] = 1.0,
+    description: Annotated[str, typer.Option(help="A description.")] = "",
+    model: Model = None,
+    url: Url = None,
+) -> None:
+    """Capture rows of labelled texts, fit a probe on them, show its metrics on held-out texts, and register it."""
+    if rows not in ("last", "mean", "all"):
+        raise invalid("rows", f"{rows!r} is not a selection of rows", allowed="last, mean, all")
+    examples = read_examples(file)
+    with connect(url) as client:
+        served = model or only_model(client)
+        matrix, groups = _rows(client, served, examples, layer, hook, rows)
+        from ..probes import fit
+
+        made = fit(matrix, [examples[group].label for group in groups], groups=groups, held_out=held_out, strength=strength)
+        out.print(render.measured(made.metrics))
+        fields: dict[str, Any] = {"layer": layer, "hook": hook, "aggregation": aggregation, "decay": decay, "description": description}
+        _print(client.register_probe(name, made, model=served, **fields), False)
+
+
+@probe_app.command("register")
+def probe_register(
+    name: Name,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .npz file with `weight` [k, hidden], and `bias` [k] if it is not zero.")],
+    layer: Annotated[int, typer.Option(help="Layer of the rows.")],
+    hook: Annotated[str, typer.Option(help="Hook point of the rows.")] = "post_block",
+    at: Annotated[str, typer.Option(help="before or after steering at the same site.")] = "before",
+    label: Annotated[list[str] | None, typer.Option(help="Name of a row of `weight`; repeat it in their order.")] = None,
+    threshold: Annotated[list[float] | None, typer.Option(help="Of a label; repeat it, or give one for all.")] = None,
+    aggregation: Annotated[str, typer.Option(help=f"Of the scores of a request: {', '.join(get_args(Aggregation))}.")] = "last",
+    decay: Annotated[float | None, typer.Option(help="Of `exponential`.")] = None,
+    description: Annotated[str, typer.Option(help="A description.")] = "",
+    model: Model = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Register a probe, or replace it; running requests keep the former one."""
+    try:
+        with np.load(file, allow_pickle=False) as held:
+            tensors = {key: np.array(held[key]) for key in ("weight", "bias") if key in held}
+    except (OSError, ValueError) as error:
+        raise invalid("file", f"{file}: {error}", allowed="a .npz file with `weight`, and `bias`") from error
+    if "weight" not in tensors:
+        raise invalid("file", f"{file} has no array `weight`")
+    thresholds = threshold[0] if threshold and len(threshold) == 1 else threshold
+    fields: dict[str, Any] = {
+        **tensors, "layer": layer, "hook": hook, "at": at, "labels": label, "thresholds": thresholds, "aggregation": aggregation,
+        "decay": decay, "description": description, "model": model,
+    }  # fmt: skip
+    with connect(url) as client:
+        _print(client.register_probe(name, **fields), json_)
+
+
+@probe_app.command("list")
+def probe_list(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """List the probes."""
+    with connect(url) as client:
+        found = client.probes(model)
+    print_list(found, found, render.listed, "probes", json_)
+
+
+@probe_app.command("show")
+def probe_show(name: Name, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """Show a probe."""
+    with connect(url) as client:
+        _print(client.probe(name, model), json_)
+
+
+@probe_app.command("watch")
+def probe_watch(
+    name: Name,
+    action: Acts = "flag",
+    off: Annotated[bool, typer.Option("--off", help="End the watch.")] = False,
+    model: Model = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Let a probe score all traffic of its model, or end that."""
+    if action not in get_args(Action):
+        raise invalid("action", f"unknown action {action!r}", allowed=", ".join(get_args(Action)))
+    with connect(url) as client:
+        _print(client.unwatch_probe(name, model) if off else client.watch_probe(name, cast(Action, action), model), json_)
+
+
+@probe_app.command("delete")
+def probe_delete(name: Name, model: Model = None, url: Url = None) -> None:
+    """Remove a probe. Requests accepted earlier keep it."""
+    with connect(url) as client:
+        client.unregister_probe(name, model)
+    out.print(f"{name} removed", markup=False)
+
+
+def read_examples(file: Path) -> list[Example]:
+    """Raises a problem naming the line that cannot be read."""
+    examples = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        if line.strip():
+            try:
+                examples.append(msgspec.json.decode(line, type=Example))
+            except msgspec.DecodeError as error:
+                raise invalid("file", f"{file}, line {number}: {error}", allowed='lines such as {"text": "…", "label": "…"}') from error
+    if not examples:
+        raise invalid("file", f"{file} has no lines")
+    return examples
+
+
+def _rows(client: Client, model: str, examples: list[Example], layer: int, hook: str, rows: str) -> tuple[np.ndarray, list[int]]:
+    """`[samples, hidden]`, and of each sample the number of its example."""
+    capture = {
+        "layers": [layer], "hook": cast(HookName, hook), "positions": "last_prompt" if rows == "last" else "all_prompt", "tag": _TAG,
+    }  # fmt: skip
+    result = client.run(model=model, prompts=[example.text for example in examples], capture=capture, max_tokens=1)
+    reader = client.capture(result)
+    chosen: Any = rows
+    groups = [sample.request for sample in samples(reader, chosen)]
+    matrix = client.matrix([result], layer, cast(Any, hook), chosen)
+    client.delete_capture(result)
+    return matrix, groups
+
+
+def _print(probe: Probe, as_json: bool) -> None:
+    if as_json:
+        print(to_json(probe).decode())
+    else:
+        out.print(render.one(probe))

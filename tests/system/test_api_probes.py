@@ -1,0 +1,161 @@
+"""Probes over HTTP: registration, requests, results, all traffic and what is refused. The engine is a fake: a score is its position."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from stack import Stack
+
+from midstream.client import Client, MidstreamError
+
+HIDDEN = 8
+TIMES = {"lease_s": 9.0, "visibility_timeout_s": 60}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(
+        tmp_path_factory.mktemp("probes"), api=True, callbacks=False, tensor_parallel_size=2, webhook_allow_private=True, **TIMES
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> Iterator[Client]:
+    with Client(stack.url) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def calm(client: Client) -> str:
+    """Two labels, of which the second crosses at position 4."""
+    fields: dict[str, Any] = {"weight": np.ones((2, HIDDEN)), "layer": -1, "labels": ["calm", "angry"], "thresholds": [None, 5.0]}
+    assert client.register_probe("calm", **fields).replaced == ""
+    first = client.probe("calm")
+    assert (first.content.layer, first.content.labels, first.watch) == (3, ["calm", "angry"], None)
+    assert client.register_probe("calm", **fields | {"bias": [1, 2]}).replaced == first.digest
+    assert [probe.name for probe in client.probes()] == ["calm"]
+    return "calm"
+
+
+def test_a_job_returns_the_scores_of_its_probes(client: Client, calm: str) -> None:
+    result = client.run(
+        prompts=["hello there", "you"], probes=[{"probe": calm, "action": "flag", "tokens": True}], max_tokens=3, model="fake-model"
+    )
+    first, second = result.probes
+    assert (first.request, second.request, first.probe) == (0, 1, "calm")
+    positions = result.outputs[0].prompt_tokens + 2
+    assert (first.positions, first.scores) == (positions, {"calm": positions - 1, "angry": positions})
+    assert (first.crossed, first.flagged, first.stopped) == ({"angry": 4}, True, False)
+    assert first.tokens == [[position, position + 1] for position in range(positions)]
+    assert result.determinism is not None
+    assert result.determinism.consistent
+    assert client.run(prompts=["hello"], max_tokens=2, model="fake-model").probes == []
+
+
+def test_a_flagged_job_is_reported_once_to_whoever_asked(client: Client, calm: str) -> None:
+    events = {}
+    for action in ("none", "flag"):
+        result = client.run(
+            prompts=["hello there", "hello again"], probes=[{"probe": calm, "action": action}], max_tokens=2, model="fake-model",
+            callback_url="http://127.0.0.1:9/hook", callback_events=["job.flagged", "job.succeeded"],
+        )  # fmt: skip
+        events[action] = sorted(delivery.event for delivery in client.deliveries(job=result.id).deliveries)
+    assert events == {"none": ["job.succeeded"], "flag": ["job.flagged", "job.succeeded"]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_carry_the_scores(client: Client, calm: str, stream: bool) -> None:
+    body = {"model": "fake-model", "prompt": "hello there", "max_tokens": 2, "probes": [calm], "stream": stream}
+    answer = httpx.post(f"{client.url}/v1/completions", json=body, timeout=60)
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")] if stream else [answer.text]
+    (scores,) = json.loads(lines[-1])["probes"]
+    assert (scores["probe"], scores["crossed"]) == ("calm", {"angry": 4})
+
+
+def test_a_probe_that_watches_scores_every_request_and_shows_in_metrics_only(stack: Stack, client: Client) -> None:
+    client.register_probe("watcher", weight=np.ones(HIDDEN), layer=0, thresholds=2, labels=["bad"])
+    assert client.watch_probe("watcher").watch == "flag"
+    result = client.run(prompts=["hello there"], max_tokens=2, model="fake-model")
+    assert (result.probes, result.determinism is not None) == ([], True)
+    assert client.register_probe("watcher", weight=np.zeros(HIDDEN), layer=0, thresholds=2, labels=["bad"]).watch == "flag"
+    assert client.unwatch_probe("watcher").watch is None
+    assert client.run(prompts=["hello there"], max_tokens=2, model="fake-model").determinism is None
+    client.unregister_probe("watcher")
+    with pytest.raises(MidstreamError, match="unknown probe 'watcher'"):
+        client.probe("watcher")
+
+
+WEIGHT = np.ones((2, HIDDEN)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "words"),
+    [
+        ({"weight": np.ones((2, 9))}, "weight", "has shape [2, 9]"),
+        ({"weight": np.ones((65, HIDDEN))}, "weight", "k from 1 to 64"),
+        ({"weight": [[np.nan] * HIDDEN, [0.0] * HIDDEN]}, "weight.data", "element 0 is not finite (non-finite elements: 8 of 16)"),
+        ({"bias": [1.0]}, "bias", "has shape [1]"),
+        ({"bias": [1.0, np.inf]}, "bias.data", "element 1 is not finite"),
+        ({"layer": 4}, "layer", "layer 4"),
+        ({"hook": "attn"}, "hook", "Invalid enum value"),
+        ({"labels": ["a"]}, "labels", "has 1 entries"),
+        ({"labels": ["a", "a"]}, "labels[1]", "listed twice"),
+        ({"thresholds": [1.0]}, "thresholds", "has 1 entries"),
+        ({"aggregation": "exponential"}, "decay", "is required"),
+        ({"decay": 0.5}, "decay", "is not valid for aggregation 'last'"),
+        ({"decay": 1.0, "aggregation": "exponential"}, "decay", "< 1"),
+    ],
+)
+def test_a_probe_that_does_not_fit_is_refused_by_field(client: Client, change: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(MidstreamError) as refused:
+        client.register_probe("wrong", **{"weight": WEIGHT, "layer": 0} | change)
+    assert refused.value.field == field, refused.value
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("probes", "field", "words"),
+    [
+        (["none"], "probes[0]", "unknown probe 'none'"),
+        (["calm", "calm"], "probes[1]", "listed twice"),
+        ([{"probe": "calm", "action": "run"}], "probes[0].action", "Invalid enum value"),
+        ([{"probe": "plain", "action": "stop"}], "probes[0].action", "needs a threshold"),
+        (["calm"] * 17, "probes", "length <= 16"),
+    ],
+)
+def test_a_request_that_names_a_probe_wrongly_is_refused(client: Client, calm: str, probes: list[Any], field: str, words: str) -> None:
+    client.register_probe("plain", weight=np.ones(HIDDEN), layer=0)
+    with pytest.raises(MidstreamError) as refused:
+        client.submit(model="fake-model", prompts=["hello"], probes=probes)
+    assert refused.value.field == field, refused.value
+    assert words in str(refused.value)
+
+
+def test_tokens_beyond_the_limit_are_refused(client: Client, calm: str) -> None:
+    with pytest.raises(MidstreamError, match="up to 262144"):
+        client.submit(model="fake-model", prompts=["hello"] * 4096, probes=[{"probe": calm, "tokens": True}], max_tokens=64)
+
+
+def test_the_command_line_registers_lists_and_deletes(stack: Stack, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from midstream.client.cli.main import app
+
+    np.savez(tmp_path / "probe.npz", weight=np.ones((1, HIDDEN), np.float32))
+
+    def ran(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["probe", *arguments, "--url", stack.url])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    ran("register", "cli", str(tmp_path / "probe.npz"), "--layer", "1", "--label", "x", "--threshold", "1.5")
+    assert "cli" in ran("list")
+    assert "x ≥ 1.5" in ran("show", "cli")
+    assert "all traffic, flag" in ran("watch", "cli")
+    assert "all traffic" not in ran("watch", "cli", "--off")
+    assert "removed" in ran("delete", "cli")

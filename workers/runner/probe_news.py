@@ -1,0 +1,81 @@
+"""News of probes: what a step's scores mean for requests, on its way with the step's output to the scheduler and the worker.
+
+The last stage's first rank attaches it. A rank scores all rows of a step, also those of drafts that are rejected later and of tokens
+beyond an end that is not known yet: the scheduler knows which tokens were kept, and only their rows count.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+#: Attribute of a step's output.
+NEWS = "midstream_probe_news"
+#: Begins the stop reason of a request that a probe ended.
+STOPPED_BY = "probe:"
+#: Key of the scores among what vLLM passes from scheduler to worker with a request's tokens.
+SCORES = "midstream_scores"
+
+
+class Scored(NamedTuple):
+    """The scores of one token."""
+
+    position: int
+    scores: list[float]  # of all labels of the request's probes, probe after probe
+    aggregates: list[float]
+
+
+class News(NamedTuple):
+    """Of one request in one step."""
+
+    request_id: str
+    stop_at: int  # first position at which a probe that stops crosses; -1: none
+    stopped_by: str  # its name
+    scored: list[Scored]  # of a request that streams its scores
+
+
+def news_of(output: Any) -> Sequence[News]:
+    """What is attached to a step's output."""
+    return getattr(output, NEWS, ())
+
+
+class ProbeNews:
+    """One per scheduler: what was heard of live requests, until their tokens are kept."""
+
+    def __init__(self) -> None:
+        self._stops: dict[str, tuple[int, str]] = {}
+        self._scored: dict[str, list[Scored]] = {}
+        self._over: list[str] = []
+        self._limits: dict[str, int] = {}  # of this step: the first position whose row does not count
+
+    def hear(self, news: Sequence[News]) -> None:
+        self._limits.clear()
+        for request_id in self._over:
+            self._stops.pop(request_id, None)
+            self._scored.pop(request_id, None)
+        self._over.clear()
+        for each in news:
+            if each.stop_at >= 0:
+                self._stops[each.request_id] = min((each.stop_at, each.stopped_by), self._stops.get(each.request_id, (each.stop_at, "~")))
+            if each.scored:
+                self._scored.setdefault(each.request_id, []).extend(each.scored)
+
+    def cut(self, request: Any, new_token_ids: list[int]) -> tuple[list[int], str]:
+        """The step's tokens of a request that are kept, and which probe ends it behind them; empty: none does."""
+        first = request.num_tokens  # the position of the first new token
+        stop_at, name = self._stops.pop(request.request_id, (-1, ""))
+        limit = first + len(new_token_ids) - 1  # the last new token has no row yet
+        if not 0 <= stop_at < limit:
+            self._limits[request.request_id] = limit
+            return new_token_ids, ""
+        self._limits[request.request_id] = stop_at + 1
+        return new_token_ids[: max(0, stop_at + 1 - first)], name
+
+    def attach(self, outputs: Any) -> None:
+        """Let the scores of kept tokens travel with the outputs of this step: client → `EngineCoreOutputs`."""
+        for output in (output for each in outputs.values() for output in each.outputs) if self._scored else ():
+            scored, limit = self._scored.pop(output.request_id, []), self._limits.get(output.request_id, 0)
+            if kept := {each.position: each for each in scored if each.position < limit}:  # of one computed again, the last
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), SCORES: [list(kept[place]) for place in sorted(kept)]}
+
+    def forget(self, request_id: str) -> None:
+        """The request is over; its last tokens may be about to leave."""
+        self._over.append(request_id)
