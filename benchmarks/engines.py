@@ -19,6 +19,7 @@ import numpy as np
 
 from midstream.schemas.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.models import TokenizerBundle
+from midstream.schemas.probes import ProbeContent, StoredProbe
 from midstream.schemas.settings import Settings, load_settings, to_environment
 from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.schemas.steering import GlobalSteering
@@ -65,14 +66,19 @@ class EngineProcess:
         concurrency: int,
         steering: dict[str, Any] | None = None,
         capture: dict[str, Any] | None = None,
+        probes: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """`seconds` for all, `latencies` of each, `tokens` generated; of ours `sends`, `sent_bytes`: vectors to the ranks.
 
+        `cpu`: CPU seconds of the engine core's main thread, which runs the model and schedules.
+
         `steering`: `{"layers": […], "distinct": n, "seed": n}`, of ours only: prompt i adds, at each of the layers, a random
         vector of its own for each i modulo `distinct`. `capture`: a `StoredCapture` of every prompt, of ours only.
+        `probes`: `{"count": n, "layers": […]}`, of ours only: so many probes score every token, at these layers in turn.
         """
         assert self._process.stdin is not None
         command = {"prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency, "steering": steering, "capture": capture}
+        command["probes"] = probes
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
         self._process.stdin.flush()
         return self._read()
@@ -104,7 +110,12 @@ async def _serve(kind: str, reply: Any) -> None:
     number = 0
 
     async def one(
-        prompt: list[int], max_tokens: int, gate: asyncio.Semaphore, steering: list[StoredSteering], captures: list[StoredCapture]
+        prompt: list[int],
+        max_tokens: int,
+        gate: asyncio.Semaphore,
+        steering: list[StoredSteering],
+        captures: list[StoredCapture],
+        probes: list[StoredProbe],
     ) -> tuple[float, int]:
         nonlocal number
         number += 1
@@ -117,6 +128,7 @@ async def _serve(kind: str, reply: Any) -> None:
             created=0.0,
             steering=[steering] if steering else [],
             captures=[captures] if captures else [],
+            probes=probes,
         )
         async with gate:
             start = time.perf_counter()
@@ -129,14 +141,15 @@ async def _serve(kind: str, reply: Any) -> None:
         prompts, wish = command["prompts"], command["steering"]
         steering = target.steering(len(prompts), **wish) if wish else [[] for _ in prompts]
         captures = [msgspec.convert(command["capture"], StoredCapture)] if command["capture"] else []
+        probes = target.probes(**command["probes"]) if command["probes"] else []
         sends, sent = target.sends, target.sent_bytes
         await target.llm.reset_prefix_cache()
         gate = asyncio.Semaphore(command["concurrency"])
-        start = time.perf_counter()
-        done = await asyncio.gather(
-            *(one(prompt, command["max_tokens"], gate, entries, captures) for prompt, entries in zip(prompts, steering, strict=True))
-        )
+        start, cpu = time.perf_counter(), core_cpu()
+        asked = zip(prompts, steering, strict=True)
+        done = await asyncio.gather(*(one(prompt, command["max_tokens"], gate, entries, captures, probes) for prompt, entries in asked))
         answer = {"seconds": time.perf_counter() - start, "latencies": [d[0] for d in done], "tokens": sum(d[1] for d in done)}
+        answer["cpu"] = core_cpu() - cpu
         reply(answer | {"sends": target.sends - sends, "sent_bytes": target.sent_bytes - sent})
     target.llm.shutdown()
     os._exit(0)  # vLLM's own clean-up at interpreter exit prints a traceback
@@ -201,6 +214,7 @@ class _Ours:
 
     async def generate(self, job: Job) -> int:
         names = [name for entry in job.steering[0] for name in entry.tensors] if job.steering else []
+        names += [name for probe in job.probes for name in probe.content.tensors]
         await self._engine.hold_vectors(names, self._fetch)
         count = 0
         async for progress in self._engine.generate(engine_request(job, 0, 1), GlobalSteering()):
@@ -219,6 +233,18 @@ class _Ours:
         ]
         return [entries[number % distinct] for number in range(prompts)]
 
+    def probes(self, count: int, layers: list[int]) -> list[StoredProbe]:
+        """Random ones, of one label each, with thresholds that nothing reaches."""
+        made = []
+        for number in range(count):
+            tensors = [from_numpy(np.random.default_rng(number).standard_normal((1, self._hidden_size))), from_numpy(np.zeros(1))]
+            names = [content_hash(tensor) for tensor in tensors]
+            self._tensors |= dict(zip(names, tensors, strict=True))
+            layer = layers[number % len(layers)]
+            content = ProbeContent(hook="post_block", layer=layer, tensors=names, labels=["x"], thresholds=[1e30], aggregation="max")
+            made.append(StoredProbe(name=f"p{number}", digest=content.digest, content=content, action="stop"))
+        return made
+
     async def _fetch(self, name: str) -> Tensor:
         return self._tensors[name]
 
@@ -227,6 +253,20 @@ class _Ours:
             self.sends += 1
             self.sent_bytes += sum(len(vector["data"]) for vector in args[0].values())
         return await self._call(method, args)
+
+
+def core_cpu() -> float:
+    """CPU seconds of the main thread of this process's engine core; 0 where there is none."""
+    mine = str(os.getpid())
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name, fields = (folder / "comm").read_text().strip(), (folder / "stat").read_text().rpartition(")")[2].split()
+            if fields[1] == mine and name.startswith("VLLM::EngineCor"):
+                own = (folder / "task" / folder.name / "stat").read_text().rpartition(")")[2].split()
+                return (int(own[11]) + int(own[12])) / os.sysconf("SC_CLK_TCK")
+        except OSError:  # it ended
+            continue
+    return 0.0
 
 
 def extra_arguments() -> dict[str, Any]:

@@ -64,6 +64,20 @@ def test_what_is_computed_again_replaces_what_was_there() -> None:
     assert again.results(4)[1] == checksum
 
 
+def test_aggregates_by_single_positions_equal_those_at_once() -> None:
+    """As a request that generates, and as one whose prompt has all of its tokens."""
+    kinds = ("last", "max", "mean", "exponential")
+    probes = [probe(1e9, name=kind, aggregation=kind) for kind in kinds]
+    values = np.random.default_rng(2).normal(size=(40, 4)).astype(np.float32)
+    one_by_one, at_once = Watch("r", probes), Watch("r", probes)
+    for position in range(40):
+        one_by_one.put(position, np.arange(4), values[position : position + 1])
+        one_by_one.news(position + 1)
+    at_once.put(0, np.arange(4), values)
+    for first, second in zip(one_by_one.results(40)[0], at_once.results(40)[0], strict=True):
+        np.testing.assert_allclose(first.score, second.score, atol=1e-12)
+
+
 @pytest.mark.parametrize(("scores", "words"), [((1.0, np.nan), "not finite at position 1"), ((1.0,), "not scored at position 1")])
 def test_a_token_without_a_score_is_an_error(scores: tuple[float, ...], words: str) -> None:
     watch = Watch("r", [probe(None, "none")])

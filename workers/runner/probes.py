@@ -127,7 +127,7 @@ class Scorer:
             step.landing.wait()
             weight, bias, flat = self._stacked(plan.probes)
             ports = np.array(plan.ports)
-            slots = np.concatenate([extent.first_rows(ports)[:, None] + np.arange(extent.count) for _, extent in mine], axis=1)
+            slots = _slots(ports, [extent for _, extent in mine])
             rows = step.slab[torch.from_numpy(slots.reshape(-1))].view(len(ports), -1, self._hidden_size).float()
             scores = torch.baddbmm(bias, rows, weight).transpose(0, 1).reshape(slots.shape[1], -1).numpy()[:, flat] + wrong
             columns, at = np.array(plan.columns), 0
@@ -161,3 +161,15 @@ class Scorer:
         labels = len(probe.content.labels)
         weight, bias = probe.content.tensors
         return self._vectors.get(weight, [labels, self._hidden_size]), self._vectors.get(bias, [labels])
+
+
+def _slots(ports: np.ndarray, extents: Sequence[Extent]) -> np.ndarray:
+    """`[ports, rows]`: where the extents' rows lie in their slab."""
+    step = extents[0].step
+    first: np.ndarray = (
+        step.base[ports][:, None] + np.stack([extent.slots for extent in extents])[:, step.pattern[ports]].T
+    )  # [ports, extents]
+    counts = np.array([extent.count for extent in extents])
+    if (counts == 1).all():
+        return first
+    return np.concatenate([first[:, [number]] + np.arange(count) for number, count in enumerate(counts)], axis=1)

@@ -39,11 +39,19 @@ class Watch:
         self.aggregates = np.full((_ROOM, ends[-1]), np.nan)  # filled up to `_aggregated`
         self._aggregated = 0
         self.reached = 0  # the first position that was never scored
-        stops = [(probe.name, mine) for probe, mine in zip(probes, self.columns, strict=True) if probe.action == "stop"]
-        thresholds = [threshold for probe in probes for threshold in probe.content.thresholds]
-        self._thresholds = np.array([np.inf if threshold is None else threshold for threshold in thresholds])
-        self._stops = np.array([column for _, mine in stops for column in mine], dtype=np.int64)
-        self._names = [name for name, mine in stops for _ in mine]
+        thresholds = [np.inf if threshold is None else threshold for probe in probes for threshold in probe.content.thresholds]
+        stops = [probe.action == "stop" for probe in probes for _ in probe.content.labels]
+        self._thresholds = np.array(thresholds)
+        self._stop_thresholds = np.where(stops, self._thresholds, np.inf)  # of the columns that end a request
+        self._acts = any(stops)
+        self._names = [probe.name for probe in probes for _ in probe.content.labels]
+        kinds = [
+            (each.aggregation, each.decay if each.aggregation == "exponential" else 0.0) for each in (probe.content for probe in probes)
+        ]
+        of_column = [kind for kind, probe in zip(kinds, probes, strict=True) for _ in probe.content.labels]
+        #: Aggregation and decay → columns.
+        self._kinds = {kind: np.array([number for number, each in enumerate(of_column) if each == kind]) for kind in dict.fromkeys(kinds)}
+        self._steps = np.array([1.0 - decay for _, decay in of_column])  # of one position; of means and maxima see `_advance`
         self._lowest = 0  # of the positions scored since the last news
 
     def put(self, first: int, columns: np.ndarray, scores: np.ndarray) -> None:
@@ -62,23 +70,35 @@ class Watch:
         first = self._aggregated
         if first >= stop:
             return
-        for probe, mine in zip(self.probes, self.columns, strict=True):
-            part = slice(mine.start, mine.stop)
-            before = self.aggregates[first - 1, part] if first else None
-            content = probe.content
-            made = aggregate(content.aggregation, self.scores[first:stop, part], content.decay, before, first)
-            self.aggregates[first:stop, part] = made
+        if first and stop == first + 1:
+            self._advance(first)
+            return
+        for (kind, decay), columns in self._kinds.items():
+            before = self.aggregates[first - 1, columns] if first else None
+            self.aggregates[first:stop, columns] = aggregate(kind, self.scores[first:stop, columns], decay, before, first)
         self._aggregated = stop
+
+    def _advance(self, position: int) -> None:
+        """As `_aggregate`, by one position: what most steps need of most requests."""
+        before, scores = self.aggregates[position - 1], self.scores[position]
+        steps = self._steps
+        if ("mean", 0.0) in self._kinds:
+            steps = steps.copy()
+            steps[self._kinds["mean", 0.0]] = 1 / (position + 1)
+        made = before + steps * (scores - before)
+        if (largest := self._kinds.get(("max", 0.0))) is not None:
+            made[largest] = np.maximum(before[largest], scores[largest])
+        self.aggregates[position] = made
+        self._aggregated = position + 1
 
     def news(self, stop: int) -> News | None:
         """What follows from the scores since the last news, of positions below `stop`; None: nothing that anybody waits for."""
         first, self._lowest = self._lowest, stop
-        if not len(self._stops) and self._streams_from < 0:
+        if not self._acts and self._streams_from < 0:
             return None
         self._aggregate(stop)
-        above = self.aggregates[first:stop, self._stops] >= self._thresholds[self._stops]
         stop_at, name = -1, ""
-        if above.any():
+        if self._acts and (above := self.aggregates[first:stop] >= self._stop_thresholds).any():
             row = int(above.any(axis=1).argmax())
             stop_at, name = first + row, self._names[int(above[row].argmax())]
         told = range(max(first, self._streams_from), stop) if self._streams_from >= 0 else range(0)
