@@ -166,9 +166,8 @@ class Scorer:
 def _slots(ports: np.ndarray, extents: Sequence[Extent]) -> np.ndarray:
     """`[ports, rows]`: where the extents' rows lie in their slab."""
     step = extents[0].step
-    first: np.ndarray = (
-        step.base[ports][:, None] + np.stack([extent.slots for extent in extents])[:, step.pattern[ports]].T
-    )  # [ports, extents]
+    slots = np.stack([extent.slots for extent in extents])[:, step.pattern[ports]]  # [extents, ports]
+    first: np.ndarray = step.base[ports][:, None] + slots.T
     counts = np.array([extent.count for extent in extents])
     if (counts == 1).all():
         return first
