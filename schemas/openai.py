@@ -268,6 +268,7 @@ class ModelCard(Record):
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint, as sentences
     quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
     lora: LoraSupport | None = None  # what an adapter may change; null: none are served
+    readings: dict[str, str] = {}  # what can be computed of rows, such as `lens` → why it is not served; empty: it is
     absent: dict[str, str] = {}  # hook point that is not served → why
     extensions: list[Extension] = []  # what the operator installed beside Midstream, for `readers`
     certificate: Certificate | None = None  # only of `GET /v1/models/{name}`; null there: the model was not certified

@@ -76,6 +76,7 @@ def _card(info: ModelInfo, workers: int) -> ModelCard:
         caveats=info.caveats,
         quantization=info.quantization,
         lora=info.lora,
+        readings=info.readings,
         absent=info.absent,
         extensions=info.extensions,
     )

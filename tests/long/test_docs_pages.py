@@ -23,7 +23,7 @@ WORKER = "vm-SmolLM2-135M-Instruct"
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     data = tmp_path_factory.mktemp("stack") / ".midstream"
-    up = Up(data, engine=None, model_name=None, worker_id=WORKER, lora_dir=data / "adapters")
+    up = Up(data, engine=None, model_name=None, worker_id=WORKER, lora_dir=data / "adapters", lens_dir=data / "lenses")
     try:
         up.ready(ENGINE_START_S)
         yield up
@@ -48,5 +48,7 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(path: Path, s
                 client.unregister_module(module.name)
             for lora in client.loras():
                 client.unregister_lora(lora.name)
+            for lens in client.tuned_lenses():
+                client.unregister_lens(lens.name)
     assert page.ran
     assert not wrong, "\n\n".join(wrong)

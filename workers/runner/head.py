@@ -91,6 +91,8 @@ class Head:
         rows = weight[places.where(mine, 0)] * mine[:, None]
         shift = None if bias is None else reduce(bias[places.where(mine, 0)] * mine)
         only = SimpleNamespace(weight=reduce(rows), tp_size=1)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # they are read on another stream
         head: Head = copy.copy(self)
         top, processor = _apart(self._top)
         processor._apply_head = lambda _, given, __: _linear(processor.head_dtype or self.dtype, only, given, shift)

@@ -4,6 +4,8 @@ nostalgebraist 2020, "interpreting GPT: the logit lens". Log-softmax is taken in
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -37,9 +39,9 @@ class Lens:
         ((hook, layers),) = capture.capture.sites.items()
         shard = self.head.shard
         of_named: Head | None = capture.prepared
-        with self._tuned.of(wanted.tuned) as tuned:
+        with self._tuned.of(wanted.tuned) as tuned, _beside(self.head.device):
             read = [self._read(tuned(rows_of(capture, hook, layer, self.head.device), layer), wanted, of_named) for layer in layers]
-        ids, logits, total, named, above = (torch.stack(values) for values in zip(*read, strict=True))
+            ids, logits, total, named, above = (torch.stack(values).cpu() for values in zip(*read, strict=True))
         return LensPart(
             capture=number,
             shard=shard.number,
@@ -77,3 +79,8 @@ class Lens:
                 larger[:, place] = False
             above[:, number] = larger.sum(dim=-1)
         return ids + shard.start, top, logits.logsumexp(dim=-1), named, above
+
+
+def _beside(device: torch.device) -> AbstractContextManager[Any]:
+    """On an accelerator a stream of its own: the forward pass does not wait for what is read."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
