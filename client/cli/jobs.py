@@ -251,6 +251,8 @@ def print_result(result: JobResult) -> None:
     if result.probes:
         out.print(probes.scores(result))
     captures = result.capture_results
+    if result.lens:
+        out.print(f"lens of {jobs.count(len(result.lens), 'prompt')}: midstream job result {result.id}", markup=False, soft_wrap=True)
     if result.determinism is not None:
         out.print(jobs.receipts("Receipts", [(result.id, captures, result.determinism)]))
         out.print(jobs.determinism_line(result.determinism), soft_wrap=True)

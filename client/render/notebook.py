@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from ..captures.patterns import Attention
     from ..captures.reader import CaptureReader
+    from ..sdk.lens import Lens
     from ..sdk.wire import Answer
 
 #: Characters in a line of a table.
@@ -125,6 +126,20 @@ def attention_html(attention: "Attention") -> str:
             raise
         return html(maps.report(attention))
     return f'<img alt="attention" style="max-width:100%" src="data:image/png;base64,{drawn}"/>' + html(maps.strongest(attention))
+
+
+def lens_figure(lens: "Lens", path: Any, places: Any) -> Any:
+    """The heat map of a logit lens."""
+    from .lens import figure
+
+    return figure(lens, path, places)
+
+
+def lens_html(lens: "Lens") -> str:
+    """Top tokens by layer and position, and the ranks of those that were named."""
+    from .lens import named_table, table
+
+    return html(table(lens), *([named_table(lens)] if lens.named else []))
 
 
 def _shown(module: str, name: str, value: Any) -> str:

@@ -12,6 +12,7 @@ from ...schemas.errors import MidstreamError
 from ...schemas.jobs import JobResult
 from ...schemas.readings import LensReading
 from ...schemas.tokens import Detokenized
+from .. import notebook
 from . import wire
 from .tokens import _detokenize
 
@@ -41,6 +42,16 @@ class Lens:
     def word(self, token: int) -> str:
         """The token's text; its number where that is not known."""
         return self.words.get(int(token), f"#{int(token)}")
+
+    def figure(self, path: Any = None, places: Sequence[int] | None = None) -> Any:
+        """The heat map of top tokens (matplotlib, extra `plots`). `path`: saved there. `places`: of `positions`; by default all.
+
+        Raises MidstreamError when matplotlib is missing or cannot write that format, OSError.
+        """
+        return notebook.rendered("lens_figure", self, path, places)
+
+    def _repr_html_(self) -> str:
+        return str(notebook.rendered("lens_html", self))
 
 
 def lens_of(reading: LensReading, job: str = "", words: Mapping[int, str] | None = None) -> Lens:

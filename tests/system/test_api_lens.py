@@ -72,6 +72,8 @@ def test_clients_give_arrays_and_tables(up: Up) -> None:
         np.testing.assert_array_equal(found.logprobs[2, 4], [0, -1, -2])
         assert [found.word(token) for token in found.token_ids] == list("hello")
         assert (found.ranks.shape, found.named_logprobs.shape) == ((NUM_LAYERS, 5, 1), (NUM_LAYERS, 5, 1))
+        assert "rank 4" in found._repr_html_()
+        assert found.figure().get_axes()
         assert render.table(found).row_count == render.named_table(found).row_count == NUM_LAYERS
         with pytest.raises(MidstreamError, match="layer 9"):
             client.lens("hello", layers=9)
