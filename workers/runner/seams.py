@@ -181,6 +181,17 @@ SEAMS: tuple[Seam, ...] = (
     Seam("vllm.model_executor.layers.linear:RowParallelLinear", ("input_is_parallel",), "inside.py"),
     Seam("vllm.model_executor.layers.linear:QKVParallelLinear", ("total_num_kv_heads",), "inside.py"),
     Seam("vllm.model_executor.layers.linear:ColumnParallelLinear", ("output_partition_sizes",), "inside.py"),
+    # What lies behind the layers
+    Seam(
+        "vllm.model_executor.layers.logits_processor:LogitsProcessor",
+        ("_apply_head(lm_head, hidden_states, embedding_bias)", "_gather_logits(logits)", "head_dtype"),
+        "head.py",
+    ),
+    Seam(
+        "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
+        ("shard_indices", "num_embeddings_per_partition", "tp_size", "quant_method"),
+        "head.py",
+    ),
     # Drafts
     Seam("vllm.model_executor.model_loader.utils", ("get_model_cls(model_config)",), "drafters.py"),
     Seam("vllm.model_executor.models.interfaces", ("supports_eagle3(model)",), "drafters.py"),
