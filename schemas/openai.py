@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from .attention import AttentionKind
+from .banks import RowShape
 from .base import Record
 from .certificates import Certificate
 from .chat import Conversation
@@ -270,6 +271,7 @@ class ModelCard(Record):
     lora: LoraSupport | None = None  # what an adapter may change; null: none are served
     readings: dict[str, str] = {}  # what can be computed of rows, such as `lens` → why it is not served; empty: it is
     absent: dict[str, str] = {}  # hook point that is not served → why
+    inside: dict[str, RowShape] = {}  # of `hooks`, those whose rows are not of the hidden size
     extensions: list[Extension] = []  # what the operator installed beside Midstream, for `readers`
     certificate: Certificate | None = None  # only of `GET /v1/models/{name}`; null there: the model was not certified
     attention: list[AttentionKind] = []  # only of `GET /v1/models/{name}`: how its layers turn queries and keys into patterns

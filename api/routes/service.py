@@ -78,6 +78,7 @@ def _card(info: ModelInfo, workers: int) -> ModelCard:
         lora=info.lora,
         readings=info.readings,
         absent=info.absent,
+        inside=info.inside,
         extensions=info.extensions,
     )
 

@@ -279,3 +279,33 @@ def test_a_sum_over_columns_of_several_ranks_is_refused(tp2: Host) -> None:
     receipts = tp2.receipts(job)
     assert [receipt.status for receipt in receipts] == ["error", "error"]
     assert all("adds up columns of 2 tensor-parallel ranks" in receipt.message for receipt in receipts)
+
+
+# --- Cached prompts -------------------------------------------------------------------------------------------------------
+
+
+def test_cached_prompts_have_the_rows_that_others_captured_and_no_others(cached: Host, inside: InsideReference) -> None:
+    """Rows of 2 blocks are kept for `z` and `k`; whoever wants `q`, alone or beside them, has the prompt computed."""
+    prompt = prompt_of(300, seed=80)
+    rows = inside.rows(prompt)
+    reused = []
+    for hooks in (["z", "k"], ["z"], ["q"], ["q", "z"], ["k", "q"], ["mlp_act", "z"]):
+        job = captured(cached, cached.job(prompt, max_tokens=1), hooks=dict.fromkeys(hooks, [1, 3]), positions="all_prompt")
+        output = cached.run(job)[job.id][0]
+        reader = cached.capture(job)
+        for hook in hooks:
+            for layer in (1, 3):
+                assert relative_error(reader.array(layer, hook), rows[hook, layer]) <= FP32_ROWS, (hooks, hook, layer)
+        reused.append((output.cached_tokens, sum(file.reused for file in cached.receipts(job)[0].files)))
+    assert reused == [(0, 0), (256, 512), (0, 0), (0, 0), (256, 1024), (0, 0)]
+
+
+def test_blocks_under_an_edited_key_never_serve_a_plain_request(cached: Host, inside: InsideReference) -> None:
+    prompt, vector = prompt_of(280, seed=81), RNG.normal(size=64).astype(np.float32)
+    edit = Edit(1, vector, list(range(140, 200)), hook="k", scale=3.0)
+    for edited, served_tokens in (([edit], 0), ([], 128), ([edit], 256), ([], 256)):
+        job = captured(cached, cached.job(prompt, max_tokens=1, steering=cached.steering(*edited)), hook="z", layers=3)
+        output = cached.run(job)[job.id][0]
+        assert output.cached_tokens == served_tokens
+        wanted = inside.rows(prompt, *edited)["z", 3][-1:]
+        assert relative_error(cached.capture(job).array(3, "z"), wanted) <= FP32_ROWS, edited

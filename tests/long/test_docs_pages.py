@@ -23,7 +23,8 @@ WORKER = "vm-SmolLM2-135M-Instruct"
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     data = tmp_path_factory.mktemp("stack") / ".midstream"
-    up = Up(data, engine=None, model_name=None, worker_id=WORKER, lora_dir=data / "adapters", lens_dir=data / "lenses")
+    folders = {"lora_dir": data / "adapters", "lens_dir": data / "lenses"}
+    up = Up(data, engine=None, model_name=None, worker_id=WORKER, hooks="all,inside", **folders)
     try:
         up.ready(ENGINE_START_S)
         yield up
