@@ -290,7 +290,7 @@ def test_cached_prompts_have_the_rows_that_others_captured_and_no_others(cached:
     rows = inside.rows(prompt)
     reused = []
     for hooks in (["z", "k"], ["z"], ["q"], ["q", "z"], ["k", "q"], ["mlp_act", "z"]):
-        job = captured(cached, cached.job(prompt, max_tokens=1), hooks=dict.fromkeys(hooks, [1, 3]), positions="all_prompt")
+        job = captured(cached, cached.job(prompt, max_tokens=1), hooks=dict.fromkeys(hooks, "1,3"), positions="all_prompt")
         output = cached.run(job)[job.id][0]
         reader = cached.capture(job)
         for hook in hooks:
