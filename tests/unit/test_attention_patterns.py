@@ -1,5 +1,6 @@
 """Patterns of a capture: read, scored, drawn on a terminal and as a picture, and shown by the command."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from midstream.client.cli.main import main
 from midstream.client.notebook import rendered
 from midstream.client.render import attention as show
 from midstream.client.render import attention_figure, figures
-from midstream.client.sdk.attention import attention_patches, capture_fields, values_fields
+from midstream.client.sdk.attention import AsyncAttentionCalls, AttentionCalls, attention_patches, capture_fields, values_fields
 from midstream.schemas.attention import AttentionKind
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.images import ImageSpan
@@ -264,3 +265,55 @@ def test_patched_patterns_are_of_heads_of_one_layer() -> None:
         "model": "m", "prompts": ["a"], "sampling": {"max_tokens": 1},
         "capture": {"hooks": {"q": [1], "v": [1]}, "positions": "all_prompt", "at": "after"},
     }  # fmt: skip
+
+
+class _Calls:
+    """A client without a server: notes the jobs that it is given."""
+
+    def __init__(self) -> None:
+        self.jobs: list[dict[str, Any]] = []
+
+    def note(self, **fields: Any) -> Any:
+        self.jobs.append(fields)
+        return f"job_{len(self.jobs)}"
+
+    def opened(self) -> Any:
+        return reader(hooks=tuple(self.jobs[-1]["capture"]["hooks"]))
+
+
+class _Blocking(_Calls, AttentionCalls):
+    def run(self, **fields: Any) -> Any:  # type: ignore[override]
+        return self.note(**fields)
+
+    def capture(self, job_id: Any) -> Any:
+        return self.opened()
+
+
+class _Awaiting(_Calls, AsyncAttentionCalls):
+    async def run(self, **fields: Any) -> Any:  # type: ignore[override]
+        return self.note(**fields)
+
+    async def capture(self, job_id: Any) -> Any:
+        return self.opened()
+
+
+def test_both_clients_submit_the_same_jobs_and_give_the_same_patterns() -> None:
+    blocking, awaiting = _Blocking(), _Awaiting()
+    wanted = {(0, 2): np.eye(len(TOKENS))}
+    own = {"layers": 0, "positions": "all_prompt", "hook": "attn_out", "source": {"zeros": True}}
+
+    async def both() -> Any:
+        found = await awaiting.attention("a", layers=1, heads="0-1", model="m")
+        return found, await awaiting.patch_attention("a", wanted, model="m", patch=own, lens={"layers": -1})
+
+    found = blocking.attention("a", layers=1, heads="0-1", model="m")
+    job = blocking.patch_attention("a", wanted, model="m", patch=own, lens={"layers": -1})
+    found_too, job_too = asyncio.run(both())
+    np.testing.assert_array_equal(found[1], found_too[1])
+    assert (found.heads, job, blocking.jobs) == ({1: [0, 1]}, job_too, awaiting.jobs)
+    _, values, patched = blocking.jobs
+    assert "lens" not in values
+    assert values["patch"] == own
+    assert patched["patch"][0] == own
+    assert len(patched["patch"]) == 1 + len(TOKENS)
+    assert patched["lens"] == {"layers": -1}
