@@ -31,6 +31,7 @@ from ..schemas.base import from_msgpack
 from ..schemas.compatibility import misfit_of
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.faults import crash_point
+from ..schemas.features import FeatureSpec
 from ..schemas.jobs import Job, JobView, State
 from ..schemas.keys import Caller, own, scoped, shown
 from ..schemas.models import ModelInfo, TokenizerBundle
@@ -40,6 +41,7 @@ from ..storage.store import open_store
 from .operations.disks import Disks
 from .resolve import admission, global_capture, patches, steering
 from .resolve.callback_url import check_callback
+from .resolve.feature_wishes import FeatureWish
 from .resolve.features import NONE, FeatureFiles, Named, Rows, check_range, check_specs
 from .resolve.loras import named_lora
 from .resolve.model_state import NOTHING, ModelState, find_runs
@@ -162,11 +164,15 @@ class AppContext:
         """
         info = await self.model(parsed.model)
         named = steering.modules_named(parsed.steering, parsed.patch)
-        names = named or parsed.lora or parsed.probes or patches.runs_of(parsed.patch) or any(spec.sae for spec in parsed.steering)
+        features = parsed.features or any(spec.sae for spec in parsed.steering)
+        names = named or parsed.lora or parsed.probes or features or patches.runs_of(parsed.patch)
         if names and idempotency and (known := await self.ledger.repeated(idempotency)):
             return known  # whatever has become of the modules, probes, runs, adapters and autoencoders since
         lora = await named_lora(parsed.lora, info, self.loras)
         parsed = dataclasses.replace(parsed, lens=await fitted(parsed.lens, info, self.lenses))
+        if isinstance(parsed.features, FeatureSpec):
+            sae = await named_sae(parsed.features.sae, "features.sae", info, self.saes)
+            parsed = replace(parsed, features=FeatureWish(parsed.features, sae))
         probes = await probes_of(parsed.probes, info, self.probes)
         model_state = await self.model_state(info.name, named, caller, parsed.patch) if parsed.steering or parsed.patch else NOTHING
         model_state = replace(model_state, features=await self.features(info, parsed.steering))

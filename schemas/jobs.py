@@ -10,6 +10,7 @@ from .base import Record
 from .chat import Conversation
 from .errors import Problem
 from .extensions import ReaderSpec
+from .features import FeatureSpec
 from .handling import Callback, Priority
 from .images import ImageRef
 from .keys import DEFAULT_TENANT
@@ -30,7 +31,7 @@ from .limits import (
 )
 from .loras import Adapted, LoraUse, StoredLora
 from .probes import ProbeList, ProbeResult, StoredProbe
-from .readings import LensReading, ReaderReading
+from .readings import FeaturesReading, LensReading, ReaderReading
 from .specs import CaptureSpec, CaptureStatus, PatchList, SteeringList, StoredCapture, StoredSteering
 from .states import TERMINAL as TERMINAL
 from .states import TRANSITIONS as TRANSITIONS
@@ -82,6 +83,7 @@ class JobRequest(Adapted, kw_only=True):
     steering: SteeringList = []
     patch: PatchList = []
     lens: LensSpec | None = None
+    features: FeatureSpec | None = None
     probes: ProbeList = []
     readers: ReaderList = []
     metadata: Metadata = {}
@@ -279,6 +281,7 @@ class JobResult(Record):
     sweep: SweepResult | None = None
     lora: LoraUse | None = None  # the adapter that it ran with
     lens: list[LensReading] | None = None  # one per prompt, if the request asked for one
+    features: list[FeaturesReading] | None = None  # likewise
     probes: list[ProbeResult] = []
     readers: list[ReaderReading] | None = None  # of each prompt one per reader, in the request's order
 

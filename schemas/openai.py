@@ -1,4 +1,5 @@
-"""Requests and responses of the OpenAI-style endpoints, with `steering`, `patch`, `capture`, `lens`, `readers` and `capture_wait` added.
+"""Requests and responses of the OpenAI-style endpoints, with `steering`, `patch`, `capture`, `lens`, `features`, `readers` and
+`capture_wait` added.
 
 Fields of OpenAI's that change nothing here (`user`, `store`, …) are accepted. Fields that we do not serve are accepted only
 at the value that asks for nothing (`ONLY`), and refused by name otherwise; any other field is unknown and refused as well.
@@ -16,12 +17,13 @@ from .certificates import Certificate
 from .chat import Conversation
 from .errors import Problem
 from .extensions import Extension
+from .features import FeatureSpec
 from .jobs import CaptureResults, Determinism, Prompt, ReaderList, Seed, StopText, StopTexts, StopTokens
 from .lens import LensSpec
 from .limits import MAX_PROMPT_TOKENS, Count, Index, Label, Metadata, Name, Text
 from .loras import Adapted, LoraSupport
 from .probes import ProbeList, ProbeResult, TokenScores
-from .readings import LensReading, ReaderReading
+from .readings import FeaturesReading, LensReading, ReaderReading
 from .specs import CaptureSpec, PatchList, SteeringList
 
 #: Field → the values that ask for nothing. Anything else is refused with the field's name.
@@ -88,6 +90,7 @@ class OpenAIRequest(Adapted, kw_only=True):
     capture: CaptureSpec | None = None
     lens: LensSpec | None = None  # an answer with a lens is held for it
     readers: ReaderList = []  # likewise
+    features: FeatureSpec | None = None  # likewise
     probes: ProbeList = []
     #: Hold the answer until every capture is durable and every rank has reported. A steered answer is always held for the
     #: ranks' reports, so that an intervention which was not applied is never answered as if it were.
@@ -167,6 +170,7 @@ class Answer(Record, kw_only=True):
     determinism: Determinism | UnsetType | None = UNSET
     lens: list[LensReading] | UnsetType = UNSET  # one per prompt, if the request asked for one
     readers: list[ReaderReading] | UnsetType = UNSET  # of each prompt one per reader, if the request asked for some
+    features: list[FeaturesReading] | UnsetType = UNSET  # likewise
     #: Present with probes; in the last chunk of a stream.
     probes: list[ProbeResult] | UnsetType = UNSET
     #: In chunks of a stream with probes: of tokens fed back to the model since the last chunk; the first are those of the prompt's last.

@@ -12,6 +12,7 @@ import numpy as np
 
 from .base import Record, Wire
 from .limits import MAX_INT64, MAX_OPTION_TEXT
+from .saes import StoredSae
 from .selectors import Hook
 
 #: The consumer that rows of a reading go to. No request can name it.
@@ -71,8 +72,22 @@ class StoredReader(Record, tag="reader", omit_defaults=True):
         return self.fixed_bytes + positions * (sites * self.row_bytes + POSITION_BYTES)
 
 
+class StoredFeatures(Record, tag="features", omit_defaults=True):
+    """Features of a sparse autoencoder after validation: the most active ones of each row."""
+
+    sae: StoredSae
+    top_k: int
+
+    #: The ranks of a stage hold equal rows.
+    everywhere: ClassVar[bool] = False
+
+    def size(self, positions: int, sites: int) -> int:
+        """Bytes of the part of one rank, at most, its header aside."""
+        return positions * (sites * (8 + 8 * self.top_k) + POSITION_BYTES)
+
+
 #: What may be read. A further kind is a member of the union, with `everywhere` and `size` as above.
-Reading = StoredLens | StoredReader
+Reading = StoredLens | StoredFeatures | StoredReader
 
 
 class LensPart(Wire, tag="lens"):
@@ -130,8 +145,24 @@ class ReaderPart(Wire, tag="reader"):
     arrays: dict[str, Array]
 
 
+class FeaturesPart(Wire, tag="features"):
+    """The features of a prompt's rows. Arrays are little-endian, in C order, `[positions, …]`."""
+
+    capture: int  # index in `RankSpec.captures`
+    sae: str
+    digest: str
+    hook: Hook
+    layer: int
+    positions: list[int]  # absolute token positions
+    token_ids: list[int]  # the token at each position
+    indices: bytes  # int32 `[positions, k]`: most active first; −1: no more are active
+    activations: bytes  # float32 `[positions, k]`
+    active: bytes  # int32 `[positions]`: how many features are active
+    errors: bytes  # float32 `[positions]`: ‖row − reconstruction‖ / ‖row‖
+
+
 #: A part of any kind.
-Part = LensPart | ReaderPart
+Part = LensPart | FeaturesPart | ReaderPart
 part_decoder = msgspec.msgpack.Decoder(Part)
 
 
@@ -173,3 +204,19 @@ class ReaderReading(Record):
     digest: str  # SHA-256 of the package's files
     options: dict[str, OptionValue]
     parts: list[ReaderResult]
+
+
+class FeaturesReading(Record):
+    """The features of one prompt. Lists of two levels are positions × features, most active first; inactive ones are left out."""
+
+    request: int  # index of the prompt
+    sae: str
+    digest: str  # of the autoencoder's files
+    hook: Hook
+    layer: int
+    positions: list[int]  # absolute token positions
+    token_ids: list[int]  # the token at each position
+    features: list[list[int]]
+    activations: list[list[float]]
+    active: list[int]  # how many features are active, of all
+    errors: list[float]  # ‖row − reconstruction‖ / ‖row‖, of all active features

@@ -20,7 +20,7 @@ from .errors import MidstreamError, invalid
 from .folders import folder_below
 from .limits import MAX_SAE_BYTES, MAX_SAE_CONFIG, MAX_SAE_WIDTH
 from .saes import Architecture, Normalisation, SaeForm
-from .selectors import ALIASES, Hook
+from .selectors import ALIASES, HOOKS, Hook
 from .tensor_files import TensorFile, TensorFileError, opened
 
 CONFIG, WEIGHTS, GEMMA_SCOPE = "cfg.json", "sae_weights.safetensors", "params.npz"
@@ -49,6 +49,8 @@ _CHECKED = frozenset(
         "model_from_pretrained_kwargs",
     }
 )  # fmt: skip
+#: TransformerLens' hooks with rows of the residual stream's width.
+_PLACES = {name: hook for name, hook in ALIASES.items() if name.startswith("hook_") and hook in HOOKS}
 _HOOK_NAME = re.compile(r"blocks\.(?P<layer>\d{1,6})\.(?P<hook>hook_\w+)")
 
 
@@ -193,14 +195,14 @@ def _place(metadata: Mapping[str, Any]) -> tuple[Hook, int]:
     """Hook and layer that the config names."""
     named = metadata.get("hook_name", metadata.get("hook_point"))
     found = _HOOK_NAME.fullmatch(str(named))
-    if found is None or found["hook"] not in ALIASES:
-        valid = ", ".join(f"blocks.<layer>.{name}" for name in ALIASES if name.startswith("hook_"))
+    if found is None or found["hook"] not in _PLACES:
+        valid = ", ".join(f"blocks.<layer>.{name}" for name in _PLACES)
         raise _wrong("hook_name", named, valid)
     layer = int(found["layer"])
     for member in ("hook_layer", "hook_point_layer"):
         if metadata.get(member) not in (None, layer):
             raise _wrong(member, metadata[member], f"{layer}, as hook_name says")
-    return ALIASES[found["hook"]], layer
+    return _PLACES[found["hook"]], layer
 
 
 def _check_tensors(form: SaeForm, file: TensorFile, name: str) -> None:
@@ -327,8 +329,8 @@ def check_on(folder: Path, hook: Hook | None, layer: int | None, hooks: list[str
         if given is not None and named not in (None, given):
             raise invalid(field, f"is {given}, but the SAE was trained on {field} {named}", allowed=f"{named}, or omit it")
         found[field] = named if given is None else given
-    if found["hook"] not in hooks:
-        raise invalid("hook", f"this model has no hook {found['hook']}", allowed=", ".join(hooks))
+    if found["hook"] not in (served := [hook for hook in HOOKS if hook in hooks]):
+        raise invalid("hook", f"autoencoders of {found['hook']} are not served on this model", allowed=", ".join(served))
     if found["layer"] >= num_layers:
         raise invalid("layer", f"this model has no layer {found['layer']}", allowed=f"0 to {num_layers - 1}")
     if content.form.d_in != hidden_size:

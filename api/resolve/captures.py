@@ -33,6 +33,7 @@ from ...schemas.selectors import (
 from ...schemas.specs import DEFAULT_CONSUMERS, CaptureSpec, PatchSpec, SitesSpec, SteeringSpec, StoredCapture, memory_bytes
 from ...schemas.steering import SteeringTemplate
 from . import global_capture
+from .feature_wishes import FeatureWish
 from .heads import heads_of
 
 #: Rows that come back are kept in Redis with their job's result: all prompts of a job together may give so many bytes (or one
@@ -63,7 +64,7 @@ def has_text(positions: RequestedPositions) -> bool:
     return any(isinstance(item, Span) and item.text is not None for item in (positions if isinstance(positions, list) else [positions]))
 
 
-Spec = CaptureSpec | SteeringSpec | PatchSpec | LensSpec | ReaderSpec
+Spec = CaptureSpec | SteeringSpec | PatchSpec | LensSpec | ReaderSpec | FeatureWish
 
 
 # --- Rules of both ---------------------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ import msgspec
 from ...schemas.errors import invalid
 from ...schemas.lens import LENS_HOOKS, FittedLens, LensSpec, NamedToken, TunedLens
 from ...schemas.models import ModelInfo
-from ...schemas.readings import READER, StoredLens
+from ...schemas.readings import READER, StoredFeatures, StoredLens
 from ...schemas.selectors import RequestedPositions, SelectorError, as_ranges, resolve_hook, resolve_layers
 from ...schemas.specs import StoredCapture
 from .captures import Bounds, apply_rules, one_hook, positions_of_each
+from .feature_wishes import FeatureWish
 from .readers import resolve_reader
 from .tokenizer import Codec, TooLong
 
@@ -82,11 +83,34 @@ def _fitted(spec: LensSpec, tuned: TunedLens, at: str) -> LensSpec:
     return msgspec.structs.replace(spec, hook=tuned.hook, layers=tuned.layers if spec.layers == "all" else spec.layers)
 
 
+# --- Features ------------------------------------------------------------------------------------------------------------
+
+
+def _top_features(wish: FeatureWish, bounds: Bounds) -> int:
+    if wish.spec.top_k > wish.sae.form.d_sae:
+        raise SelectorError(f"{wish.spec.top_k} exceeds the {wish.sae.form.d_sae} features of {wish.sae.name!r}")
+    return wish.spec.top_k
+
+
+FEATURE_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (("positions", positions_of_each), ("top_k", _top_features))
+
+
+def _features(wish: FeatureWish, bounds: Bounds, at: str) -> list[StoredCapture]:
+    made = apply_rules(FEATURE_RULES, wish, bounds, at)
+    sae = wish.sae
+    reading = StoredFeatures(sae=sae.stored(), top_k=made["top_k"])
+    return [
+        StoredCapture(sites={sae.hook: [sae.layer]}, positions=chosen, tag="", at=wish.spec.at, consumers=[READER], reading=reading)
+        for chosen in made["positions"]
+    ]
+
+
 # --- All readings --------------------------------------------------------------------------------------------------------
 
 #: Field of a request → (kind of reading, as workers report it; one capture per prompt of what it asks). A field may hold a list.
 READINGS: dict[str, tuple[str, Callable[[Any, Bounds, str], list[StoredCapture]]]] = {
     "lens": ("lens", _lens),
+    "features": ("features", _features),
     "readers": ("reader", resolve_reader),
 }
 

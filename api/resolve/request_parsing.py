@@ -11,6 +11,7 @@ from msgspec import UNSET
 from ...schemas.chat import ChatMessage, ImagePart, PlainMessage, TextPart
 from ...schemas.errors import invalid
 from ...schemas.extensions import ReaderSpec
+from ...schemas.features import FeatureSpec
 from ...schemas.handling import Handling, handling_of
 from ...schemas.jobs import JobRequest, Sampling
 from ...schemas.lens import LensSpec
@@ -18,6 +19,7 @@ from ...schemas.limits import MAX_PROMPTS, MAX_UNSERVED
 from ...schemas.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
 from ...schemas.probes import ProbeUse
 from ...schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
+from .feature_wishes import FeatureWish
 from .images import read_image
 
 
@@ -50,6 +52,7 @@ class ParsedRequest:
     patch: list[PatchSpec] = field(default_factory=list)
     lens: LensSpec | None = None
     readers: list[ReaderSpec] = field(default_factory=list)
+    features: FeatureSpec | FeatureWish | None = None  # the latter once the autoencoder is known
     stream: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
     handling: Handling = field(default_factory=Handling)
@@ -76,6 +79,7 @@ def parse_job(body: JobRequest) -> ParsedRequest:
         patch=body.patch,
         lens=body.lens,
         readers=body.readers,
+        features=body.features,
         metadata=body.metadata,
         handling=handling_of(body),
         lora=body.lora,
@@ -98,6 +102,7 @@ def parse_completion(body: CompletionRequest) -> ParsedRequest:
         patch=body.patch,
         lens=body.lens,
         readers=body.readers,
+        features=body.features,
         stream=bool(body.stream),
         metadata=body.metadata or {},
         handling=handling_of(body),
@@ -127,6 +132,7 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
         patch=body.patch,
         lens=body.lens,
         readers=body.readers,
+        features=body.features,
         stream=bool(body.stream),
         metadata=body.metadata or {},
         handling=handling_of(body),

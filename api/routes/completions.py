@@ -36,8 +36,8 @@ RESPONSES = {
     **SUBMIT_ERRORS,
 }
 DESCRIPTION = (
-    "OpenAI's API with `steering`, `patch`, `capture`, `lens`, `readers` and `capture_wait`. With `stream: true` the answer is "
-    "server-sent chunks; the last one before `[DONE]` carries `capture_results` and `determinism`."
+    "OpenAI's API with `steering`, `patch`, `capture`, `lens`, `features`, `readers` and `capture_wait`. With `stream: true` the answer "
+    "is server-sent chunks; the last one before `[DONE]` carries `capture_results` and `determinism`."
 )
 
 

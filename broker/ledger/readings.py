@@ -6,7 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.readings import READER, LensPart, LensReading, ReaderPart, ReaderReading, ReaderResult, part_decoder
+from ...schemas.readings import (
+    READER,
+    FeaturesPart,
+    FeaturesReading,
+    LensPart,
+    LensReading,
+    ReaderPart,
+    ReaderReading,
+    ReaderResult,
+    part_decoder,
+)
 from ...schemas.receipts import Receipt
 
 
@@ -71,6 +81,28 @@ def join_reader(request: int, parts: Sequence[ReaderPart]) -> ReaderReading | No
     )
 
 
+def join_features(request: int, parts: Sequence[FeaturesPart]) -> FeaturesReading:
+    """One rank has them all."""
+    part = parts[0]
+    count = len(part.positions)
+    indices = np.frombuffer(part.indices, "<i4").reshape(count, -1) if count else np.zeros((0, 0), "<i4")
+    activations = np.frombuffer(part.activations, "<f4").reshape(indices.shape)
+    rows = [(mine >= 0, mine, values) for mine, values in zip(indices, activations, strict=True)]
+    return FeaturesReading(
+        request=request,
+        sae=part.sae,
+        digest=part.digest,
+        hook=part.hook,
+        layer=part.layer,
+        positions=part.positions,
+        token_ids=part.token_ids,
+        features=[mine[there].tolist() for there, mine, _ in rows],
+        activations=[values[there].tolist() for there, _, values in rows],
+        active=np.frombuffer(part.active, "<i4").tolist(),
+        errors=np.frombuffer(part.errors, "<f4").tolist(),
+    )
+
+
 def _array(raw: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     if shape[-1] == -1:
         rows = shape[0] * shape[1]
@@ -79,4 +111,8 @@ def _array(raw: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 #: Type of a part → the result's field, and how the parts of one reading are joined.
-JOINS: dict[type, tuple[str, Callable[[int, Sequence[Any]], Any]]] = {LensPart: ("lens", join_lens), ReaderPart: ("readers", join_reader)}
+JOINS: dict[type, tuple[str, Callable[[int, Sequence[Any]], Any]]] = {
+    LensPart: ("lens", join_lens),
+    FeaturesPart: ("features", join_features),
+    ReaderPart: ("readers", join_reader),
+}

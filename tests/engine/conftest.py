@@ -25,7 +25,7 @@ SHARING = tuple(
     f"test_{name}.py"
     for name in (
         "attention", "block_keys", "capture_rows", "global_order", "graded_tokens", "inside", "interventions", "lens", "lora", "modes",
-        "executed", "patching", "patching_cells", "prefix_cache", "probes", "non_finite", "rank_calls", "readers", "reentry",
+        "executed", "features", "patching", "patching_cells", "prefix_cache", "probes", "non_finite", "rank_calls", "readers", "reentry",
         "steering_rows", "token_ranges",
     )
 )  # fmt: skip

@@ -84,7 +84,7 @@ def test_only_an_operator_registers_and_everybody_looks(http: httpx.Client, stac
         ({"name": "a/b", "path": "standard"}, "name", "does not match the pattern"),
         ({"name": "x", "path": "../saes/standard"}, "path", "not a path below sae_dir"),
         ({"name": "x", "path": "none"}, "path", "there is no folder 'none'"),
-        ({"name": "x", "path": "standard", "hook": "z"}, "hook", "Invalid enum value 'z'"),
+        ({"name": "x", "path": "standard", "hook": "zz"}, "hook", "Invalid enum value 'zz'"),
         ({"name": "x", "path": "standard", "layer": 3}, "layer", "is 3, but the SAE was trained on layer 1"),
         ({"name": "x", "path": "gemma_scope", "hook": "post_block", "layer": 4}, "layer", "this model has no layer 4"),
         ({"name": "x", "path": "standard", "model": "other"}, "model", "unknown model 'other'"),
@@ -95,3 +95,87 @@ def test_a_bad_registration_is_refused_by_field(http: httpx.Client, body: dict[s
     assert answer.status_code == (404 if field == "model" else 400), answer.text
     assert answer.json()["field"] == field
     assert says in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/jobs", {"prompts": ["hello", "there"], "sampling": {"max_tokens": 2}}),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "stream": True}),
+    ],
+)
+def test_every_way_of_asking_takes_features(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    made = http.post("/v1/saes", json={"name": "read", "path": "topk"}).json()
+    asked = {"model": "fake-model", "features": {"sae": "read", "top_k": 4, "positions": [0, -1]}}
+    answer = http.post(path, json=asked | body)
+    assert answer.status_code in (200, 202), answer.text
+    job = answer.headers["x-midstream-job"]
+    assert http.get(f"/v1/jobs/{job}", params={"wait": 50}).json()["state"] == "succeeded"
+    result = http.get(f"/v1/jobs/{job}/result").json()
+    assert [each["request"] for each in result["features"]] == list(range(len(body.get("prompts", [1]))))
+    for read in result["features"]:
+        assert (read["sae"], read["digest"], read["hook"], read["layer"]) == ("read", made["digest"], "post_block", 1)
+        assert read["features"] == [[token, token + 1] for token in read["token_ids"]]
+        assert read["activations"] == [[1.0, 0.5]] * 2
+        assert read["active"] == [2, 2]
+    if path == "/v1/completions":
+        assert answer.json()["features"] == result["features"]
+    if body.get("stream"):
+        assert '"features":[{' in answer.text
+
+
+@pytest.mark.parametrize(
+    ("features", "field", "says"),
+    [
+        ({"sae": "none"}, "features.sae", "unknown sparse autoencoder 'none'"),
+        ({"sae": "read", "top_k": 33}, "features.top_k", "33 exceeds the 32 features of 'read'"),
+        ({"sae": "read", "top_k": 0}, "features.top_k", ">= 1"),
+        ({"sae": "read", "positions": [99]}, "features.positions", "99 is out of range"),
+        ({"sae": "read", "hook": "post_block"}, "features.hook", "unknown field"),
+    ],
+)
+def test_bad_features_are_refused_by_field(http: httpx.Client, features: dict[str, Any], field: str, says: str) -> None:
+    http.post("/v1/saes", json={"name": "read", "path": "topk"})
+    answer = http.post("/v1/jobs", json={"model": "fake-model", "prompts": ["hello"], "features": features})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["field"].startswith(field)
+    assert says in answer.text
+
+
+def test_features_times_tokens_beyond_the_response_are_refused(http: httpx.Client) -> None:
+    http.post("/v1/saes", json={"name": "read", "path": "topk"})
+    body = {"model": "fake-model", "prompts": ["a" * 4000], "features": {"sae": "read", "top_k": 32}}
+    answer = http.post("/v1/jobs", json=body)
+    assert (answer.status_code, answer.json()["field"]) == (400, "features")
+    assert "bytes of results" in answer.json()["detail"]
+
+
+def test_steering_by_a_feature_of_changed_files_is_refused(http: httpx.Client, stack: Stack) -> None:
+    folder = Path(stack.settings.sae_dir) / "turning"
+    shutil.copytree(FORMS / "standard", folder)
+    http.post("/v1/saes", json={"name": "turning", "path": "turning"})
+    body = {"model": "fake-model", "prompts": ["hello"], "steering": [{"sae": "turning", "feature": 3, "op": "clamp", "value": 2}]}
+    view = http.get(f"/v1/jobs/{http.post('/v1/jobs', json=body).json()['id']}", params={"wait": 50}).json()
+    assert view["state"] == "succeeded", view
+    shutil.copy(FORMS / "bare" / "cfg.json", folder / "cfg.json")
+    body["steering"][0]["feature"] = 4  # type: ignore[index]
+    answer = http.post("/v1/jobs", json=body)
+    assert (answer.status_code, answer.json()["field"]) == (400, "sae")
+    assert "have changed since it was registered" in answer.text
+
+
+def test_an_autoencoder_that_a_rank_cannot_load_fails_the_job_with_rank_and_reason(tmp_path: Path) -> None:
+    options = {"sae_dir": str(FORMS), "tensor_parallel_size": 2, "fault": "put_sae:rank=1", **TIMES}
+    with Stack(tmp_path / "stack", api=True, callbacks=False, **options) as stack, httpx.Client(base_url=stack.url, timeout=60) as http:
+        http.post("/v1/saes", json={"name": "tiny", "path": "gated"})
+        answer = http.post("/v1/completions", json={"model": "fake-model", "prompt": "hello", "features": {"sae": "tiny"}})
+        assert answer.json()["detail"] == "loading sparse autoencoder 'tiny' failed on rank 1: injected fault"
+
+
+def test_without_a_folder_no_features_are_read(tmp_path: Path) -> None:
+    with Stack(tmp_path / "stack", api=True, callbacks=False, **TIMES) as stack, httpx.Client(base_url=stack.url, timeout=60) as http:
+        answer = http.post("/v1/saes", json={"name": "a", "path": "a"})
+        assert (answer.status_code, answer.json()["field"]) == (400, "sae")
+        assert "sae_dir is empty" in answer.json()["detail"]

@@ -247,6 +247,8 @@ ACTIONS: dict[str, Callable[[Rig], None]] = {
     "drop_runs": lambda rig: rig.plane.runs.drop(["job_s.0.tag"]),
     "put_lora": lambda rig: None,  # vLLM's part: with a real one in `tests/engine/test_lora.py`
     "drop_loras": lambda rig: None,
+    "put_sae": lambda rig: None,  # a reader's part: in `tests/engine/test_features.py`
+    "drop_saes": lambda rig: None,
     "prepare_global": lambda rig: rig.plane.rank_state.prepare_global(for_everyone(2, template())),
     "commit_global": lambda rig: rig.plane.rank_state.commit_global(for_everyone(2, template(scale=9.0))),
     "rollback_global": lambda rig: rig.plane.rank_state.rollback_global(1),

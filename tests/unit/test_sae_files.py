@@ -119,7 +119,7 @@ def test_a_scaling_factor_of_ones_changes_nothing(tmp_path: Path) -> None:
     [
         (("pre_attn", None), {}, "hook", "is pre_attn, but the SAE was trained on hook post_block"),
         ((None, 2), {}, "layer", "is 2, but the SAE was trained on layer 1"),
-        ((None, None), {"hooks": ["mlp_out"]}, "hook", "this model has no hook post_block"),
+        ((None, None), {"hooks": ["mlp_out"]}, "hook", "autoencoders of post_block are not served on this model"),
         ((None, None), {"num_layers": 1}, "layer", "this model has no layer 1"),
         ((None, None), {"hidden_size": 16}, "path", "d_in is 8: the SAE was trained on another model"),
     ],

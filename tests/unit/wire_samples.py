@@ -23,7 +23,7 @@ from midstream.schemas.lens import TunedLens
 from midstream.schemas.loras import Lora, LoraUse
 from midstream.schemas.models import ModelInfo, TokenizerBundle, WorkerInfo
 from midstream.schemas.probes import Probe
-from midstream.schemas.readings import LensPart, ReaderPart
+from midstream.schemas.readings import FeaturesPart, LensPart, ReaderPart
 from midstream.schemas.receipts import LostRange, Receipt
 from midstream.schemas.saes import Sae
 from midstream.schemas.source_runs import Run, RunFiles
@@ -38,7 +38,7 @@ FILE = Path(__file__).parents[1] / "data" / "wire.json"
 #: What crosses a wire or lies in Redis, and how it is written there. What is inside of these need not be named.
 MSGPACK: tuple[Any, ...] = (
     Receipt, LostRange, Hello, Refusal, Job, Output, RankSpec, Run, RunFiles, UnitRecord, Module, Proposal, GlobalSteering,
-    WorkerSteering, Tensor, TokenizerBundle, Key, Tenant, Lora, LensPart, ReaderPart, Probe, Sae,
+    WorkerSteering, Tensor, TokenizerBundle, Key, Tenant, Lora, LensPart, FeaturesPart, ReaderPart, Probe, Sae,
     TunedLens,
 )  # fmt: skip
 JSON: tuple[Any, ...] = (ModelInfo, WorkerInfo, Event, Problem, Callback, DeliveryAttempt, LoraUse)

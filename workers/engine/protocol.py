@@ -11,6 +11,7 @@ from ...schemas.keys import DEFAULT_TENANT
 from ...schemas.loras import LoraUse, StoredLora, use_of
 from ...schemas.models import ModelInfo, TokenizerBundle
 from ...schemas.probes import StoredProbe
+from ...schemas.saes import StoredSae
 from ...schemas.source_runs import RunFiles
 from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering, probe_captures
 from ...schemas.steering import GlobalSteering, RankApplied, RankSteering
@@ -146,6 +147,17 @@ class Engine(Protocol):
         """
 
     async def release_lora(self, lora: StoredLora) -> None:
+        """Release it; it may stay loaded."""
+
+    async def hold_sae(self, sae: StoredSae) -> None:
+        """Have this sparse autoencoder on every rank that reads rows for it, and keep it there until `release_sae`. Waits while others
+        leave no room for it.
+
+        Raises MidstreamError("invalid_request") when it can have none or its folder is gone, MidstreamError("intervention_failed") when
+        a rank cannot load it or its files have changed, and Quarantined; a call that raises, or is cancelled, holds nothing.
+        """
+
+    async def release_sae(self, sae: StoredSae) -> None:
         """Release it; it may stay loaded."""
 
     # Global steering and modules: `workers.serving.steering` calls these one at a time, never concurrently.

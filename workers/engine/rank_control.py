@@ -10,6 +10,7 @@ import msgspec
 from ...schemas.errors import MidstreamError
 from ...schemas.loras import StoredLora
 from ...schemas.models import ModelInfo
+from ...schemas.saes import StoredSae
 from ...schemas.settings import Settings
 from ...schemas.specs import RankSpec, StoredSteering, steering_rows
 from ...schemas.steering import GlobalSteering, RankApplied, RankSteering
@@ -17,6 +18,7 @@ from .admission import RowAdmission, RowDemand
 from .collective import Quarantined, Ranks, Refused, Undo
 from .loras import RankLoras
 from .protocol import Fetch, Locate
+from .saes import RankSaes
 from .source_runs import RankRuns
 from .vectors import RankVectors
 
@@ -36,6 +38,7 @@ class RankControl(ABC):
         self._vectors = RankVectors(self._ranks, settings.vector_cache_mib << 20)
         self._runs = RankRuns(self._ranks, settings.run_cache_mib << 20)
         self._loras = RankLoras(self._ranks, settings.lora_dir, settings.max_cpu_loras)
+        self._saes = RankSaes(self._ranks, settings.sae_dir, settings.sae_cache_mib << 20)
         self._patience_s = settings.steering_wait_s
         self._rows = RowAdmission(settings.steering_rows, settings.steering_entries)
 
@@ -71,6 +74,12 @@ class RankControl(ABC):
 
     async def release_lora(self, lora: StoredLora) -> None:
         self._loras.release(lora)
+
+    async def hold_sae(self, sae: StoredSae) -> None:
+        await self._saes.hold(sae)
+
+    async def release_sae(self, sae: StoredSae) -> None:
+        self._saes.release(sae)
 
     async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
         try:

@@ -53,6 +53,7 @@ from .option_check import accepted
 from .protocol import EngineRequest, Progress
 from .rank_control import RankControl, rank_steering, row_wish
 from .rank_spec import rank_spec
+from .saes import served
 from .tokenizer import bundle_of
 from .vllm_options import engine_options, for_platform, prepare_environment, scheduler_class, use_all_cores
 from .vllm_output import Parts, sampling_params
@@ -192,7 +193,7 @@ class VllmEngine(RankControl):
             steering_entries=settings.steering_entries,
             global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks, plane.step_rows * len(self._stages)),
             grades=True,
-            readings=readings,
+            readings=readings | {"features": served(settings)},
             extensions=extensions,
             absent=absent,
             attention=grouped(kind for each in found for kind in each.attention),

@@ -6,7 +6,7 @@ captured rows stay as they are. For control-plane tests and benchmarks only; its
 that `settings.fault` may name (see `FakeFaults`): `engine_dies:tokens=N` (after N tokens in all), `generate:request=I` (that
 prompt of each job fails), `disagree:rank=R` (rank R's receipts report another checksum), `refuse:request=I` (the ranks report an
 error of that prompt of each job), `silent:rank=R` (rank R never reports), `start:reason=TEXT`, `slow_start:seconds=S`; and of a
-call to rank R: `hold`, `drop`, `put_lora`, `put_run`, `drop_runs`, `prepare`, `commit`, `set_module`, `rollback`, `restart` (the
+call to rank R: `hold`, `drop`, `put_lora`, `put_sae`, `put_run`, `drop_runs`, `prepare`, `commit`, `set_module`, `rollback`, `restart` (the
 rank refuses), `lose_run` (it has none of the source run that a request names), `desync` (it does not account for a steered
 request), `fingerprint` (it has other bytes).
 """

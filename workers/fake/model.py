@@ -16,6 +16,7 @@ from ...schemas.selectors import HOOKS, Hook
 from ...schemas.settings import Settings
 from ...schemas.specs import StoredSteering
 from ...schemas.version import __version__
+from ..engine.saes import served
 from ..runner.consumers import available
 from ..runner.extensions import LoadedReader
 
@@ -76,7 +77,7 @@ def make_info(
         steering_entries=settings.steering_entries,
         global_captures=from_settings(settings, NUM_LAYERS),
         grades=True,
-        readings={"lens": "pipeline stages" if settings.pipeline_parallel_size > 1 else "", "reader": ""},
+        readings={"lens": "pipeline stages" if settings.pipeline_parallel_size > 1 else "", "features": served(settings), "reader": ""},
         extensions=[reader.facts for reader in (installed or {}).values()],
         lora=LoraSupport(max_rank=settings.max_lora_rank, modules={FAKE_LINEAR: [LORA_SHAPE]}) if settings.lora_dir else None,
     )

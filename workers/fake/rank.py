@@ -68,6 +68,7 @@ class FakeRank:
         self.vectors: dict[str, list[int]] = {}  # name → shape
         self.runs: dict[str, RunFiles] = {}  # by key; the rows themselves are not read
         self.loras: dict[int, str] = {}  # number → digest
+        self.saes: set[str] = set()  # digests
         self.modules: dict[str, tuple[str, list[str]]] = {}  # name → (digest, tensors)
         self.current = GlobalSteering()
         self._former = GlobalSteering()
@@ -120,6 +121,16 @@ class FakeRank:
     def midstream_drop_loras(self, numbers: list[int]) -> Answer:
         for number in numbers:
             self.loras.pop(number, None)
+        return _FINE
+
+    def midstream_put_sae(self, digest: str, hook: str, layer: int, folder: str) -> Answer:
+        if self._faults.strikes("put_sae", self.rank):
+            return False, "injected fault"
+        self.saes.add(digest)
+        return _FINE
+
+    def midstream_drop_saes(self, digests: list[str]) -> Answer:
+        self.saes.difference_update(digests)
         return _FINE
 
     def midstream_prepare_global(self, steering: dict[str, Any]) -> Answer:

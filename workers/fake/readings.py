@@ -6,7 +6,7 @@ import numpy as np
 
 from ...schemas.base import to_msgpack
 from ...schemas.errors import MidstreamError
-from ...schemas.readings import LensPart, StoredLens, StoredReader
+from ...schemas.readings import FeaturesPart, LensPart, StoredFeatures, StoredLens, StoredReader
 from ...schemas.selectors import HOOKS
 from ...schemas.settings import Settings
 from ..runner.extensions import ExtensionError, LoadedReader, load, named
@@ -39,6 +39,8 @@ class FakeReadings:
             except ReadingError as error:
                 return Outcome(error=str(error))
         wanted = capture.capture.reading
+        if isinstance(wanted, StoredFeatures):
+            return Outcome(rows=to_msgpack(_features(capture, wanted)))
         assert isinstance(wanted, StoredLens)
         ((hook, layers),) = capture.sites.items()
         tokens = np.array(capture.token_ids, dtype=np.int64)
@@ -60,3 +62,24 @@ class FakeReadings:
             above=np.full((*first.shape, len(wanted.tokens)), 4, dtype="<i4").tobytes(),
         )
         return Outcome(rows=to_msgpack(part))
+
+
+def _features(capture: FinishedCapture, wanted: StoredFeatures) -> FeaturesPart:
+    """Feature n + i of token n has the activation 1 / (i + 1); all but the first half of what was asked for are inactive."""
+    ((hook, (layer,)),) = capture.sites.items()
+    places, count = np.arange(wanted.top_k), len(capture.positions)
+    there = places < -(-wanted.top_k // 2)
+    tokens = np.array(capture.token_ids, dtype="<i4").reshape(count, 1)
+    return FeaturesPart(
+        capture=capture.spec.captures.index(capture.capture),
+        sae=wanted.sae.name,
+        digest=wanted.sae.digest,
+        hook=hook,  # type: ignore[arg-type]
+        layer=layer,
+        positions=capture.positions,
+        token_ids=capture.token_ids,
+        indices=np.where(there, tokens + places, -1).astype("<i4").tobytes(),
+        activations=np.broadcast_to(np.where(there, 1 / (places + 1), 0).astype("<f4"), (count, wanted.top_k)).tobytes(),
+        active=np.full(count, there.sum(), dtype="<i4").tobytes(),
+        errors=np.full(count, 0.25, dtype="<f4").tobytes(),
+    )

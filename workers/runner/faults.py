@@ -21,6 +21,8 @@ CALLS = (
     "drop_runs",
     "put_lora",
     "drop_loras",
+    "put_sae",
+    "drop_saes",
     "prepare_global",
     "commit_global",
     "rollback_global",

@@ -1,13 +1,14 @@
 """The readers of a rank: for each kind of reading what computes it on the loaded model, or why nothing does."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from ...schemas.readings import StoredLens, StoredReader
+from ...schemas.readings import StoredFeatures, StoredLens, StoredReader
 from .extensions import LoadedReader
+from .features import Features
 from .head import Head, NoHeadError
 from .installed_readers import InstalledReaders
 from .lens import Lens
@@ -27,15 +28,17 @@ def readers_of(
     dtype: torch.dtype,
     device: torch.device,
     stages: int,
+    sites: Collection[tuple[str, int]],
     reduce: Callable[[torch.Tensor], torch.Tensor],
     lens_dir: str,
     installed: Mapping[str, LoadedReader] | None = None,
 ) -> tuple[dict[type, Reader], dict[str, str]]:
     """(Type of reading → its reader, kind of reading → why there is none; empty: it is served).
 
-    `reduce`: the sum over the ranks of the stage. `lens_dir`: the folder that tuned lenses are below. `installed`: by name.
+    `reduce`: the sum over the ranks of the stage. `sites`: (hook, layer) whose features this rank reads. `lens_dir`: the folder that
+    tuned lenses are below. `installed`: by name.
     """
-    readers: dict[type, Reader] = {StoredReader: InstalledReaders(installed or {})}
+    readers: dict[type, Reader] = {StoredReader: InstalledReaders(installed or {}), StoredFeatures: Features(sites)}
     try:
         if stages > 1:
             raise NoHeadError(_STAGES)

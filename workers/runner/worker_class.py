@@ -15,6 +15,7 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 
 from ...broker.ops import logs
+from ...schemas.readings import StoredFeatures
 from ...schemas.selectors import INSIDE
 from ...schemas.source_runs import RunFiles
 from ...schemas.steering import GlobalSteering
@@ -29,6 +30,7 @@ from .config import Found, Place, PlaneConfig, plane_config
 from .drafters import UnsupportedDrafterError, check_loaded
 from .extensions import ExtensionError, LoadedReader, load
 from .faults import Faults, answer, mislabelled, misplaced
+from .features import Features
 from .found import complete
 from .grading import tap
 from .inside import Group, install_inside
@@ -134,6 +136,7 @@ class MidstreamWorker(PlatformWorker):
         readers, readings = readers_of(
             loaded, adapter, dtype=model.dtype, device=self.device, stages=pp.world_size, reduce=tp.all_reduce, lens_dir=config.lens_dir,
             installed=installed,
+            sites=[(site.hook, site.layer) for site in sites] if place.tp == 0 else [],
         )  # fmt: skip
         extensions = [reader.facts for reader in installed.values()]
         self._found = msgspec.structs.replace(self._found, enters=enters, readings=readings, extensions=extensions)
@@ -189,6 +192,13 @@ class MidstreamWorker(PlatformWorker):
 
     def midstream_drop_loras(self, numbers: list[int]) -> tuple[bool, str]:
         return self._answer("drop_loras", lambda _: self._loras().drop(numbers))
+
+    def midstream_put_sae(self, digest: str, hook: str, layer: int, folder: str) -> tuple[bool, str]:
+        """The files in `folder` must have this content. Ranks that read no rows at `hook` of `layer` load nothing."""
+        return self._answer("put_sae", lambda plane: _features(plane).put(digest, hook, layer, folder))
+
+    def midstream_drop_saes(self, digests: list[str]) -> tuple[bool, str]:
+        return self._answer("drop_saes", lambda plane: _features(plane).drop(digests))
 
     def midstream_lora_modules(self) -> dict[str, Any]:
         with set_current_vllm_config(self.vllm_config):  # transformers' modules may be vLLM's
@@ -266,6 +276,12 @@ class MidstreamWorker(PlatformWorker):
         if self._plane is None:
             raise RuntimeError("the model is not loaded yet")
         return self._plane
+
+
+def _features(plane: DataPlane) -> Features:
+    reader = plane.readings.reader(StoredFeatures)
+    assert isinstance(reader, Features)
+    return reader
 
 
 def _sizes(config: PlaneConfig, sites: int, *, traced: bool) -> Sizes:

@@ -21,6 +21,7 @@ from ...schemas.faults import crash_point
 from ...schemas.images import digest_of
 from ...schemas.jobs import Event, Job, Output, State
 from ...schemas.probes import TokenScores, label_starts
+from ...schemas.readings import StoredFeatures
 from ...schemas.source_runs import ZEROS, is_row, runs_named
 from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor, content_hash
@@ -202,7 +203,7 @@ class Attempts:
     async def _perform(self, attempt: Attempt) -> AttemptOutcome:
         try:
             check_lengths(attempt.job, self._engine.info)
-            async with self._adapter(attempt.job):
+            async with self._adapter(attempt.job), self._autoencoder(attempt.job):
                 outputs = await (self._generate(attempt) if attempt.job.sweep is None else self._sweep(attempt))
             attempt.check()
             crash_point("worker.generated")
@@ -241,6 +242,20 @@ class Attempts:
             yield
         finally:
             await self._engine.release_lora(job.lora)
+
+    @asynccontextmanager
+    async def _autoencoder(self, job: Job) -> AsyncIterator[None]:
+        """The sparse autoencoder that reads the job's features on the ranks, if there is one."""
+        readings = (capture.reading for captures in job.captures for capture in captures)
+        sae = next((reading.sae for reading in readings if isinstance(reading, StoredFeatures)), None)
+        if sae is None:
+            yield
+            return
+        await self._engine.hold_sae(sae)
+        try:
+            yield
+        finally:
+            await self._engine.release_sae(sae)
 
     async def _generate(self, attempt: Attempt) -> list[Output]:
         """Run all prompts of the job concurrently: the engine batches them with each other and with other jobs."""

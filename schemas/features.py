@@ -1,0 +1,19 @@
+"""Features of a sparse autoencoder as users request them."""
+
+from typing import Annotated
+
+import msgspec
+
+from .base import Record
+from .limits import MAX_FEATURE_TOP, Reference
+from .selectors import RequestedPositions
+from .specs import At
+
+
+class FeatureSpec(Record):
+    """Encode the rows that a registered sparse autoencoder reads, at `positions`: the `top_k` most active features of each token."""
+
+    sae: Reference
+    positions: RequestedPositions = "all_prompt"
+    top_k: Annotated[int, msgspec.Meta(ge=1, le=MAX_FEATURE_TOP)] = 10
+    at: At = "after"  # before or after steering at the same site

@@ -1,0 +1,66 @@
+"""Sparse autoencoders on the ranks: each is loaded once, by all ranks that read rows for it or by none, and kept while in use."""
+
+import asyncio
+from collections import Counter, OrderedDict
+
+from ...schemas.errors import MidstreamError
+from ...schemas.sae_files import folder_of
+from ...schemas.saes import StoredSae
+from ...schemas.settings import Settings
+from .collective import Ranks, Undo, unbroken
+
+
+def served(settings: Settings) -> str:
+    """Why no features are read; empty: they are."""
+    return "" if settings.sae_dir else "the setting sae_dir is empty"
+
+
+class RankSaes:
+    """The worker's record of the autoencoders on the ranks; unused ones stay loaded while there is room.
+
+    A holder holds one at a time: two that waited for each other's room would deadlock.
+    """
+
+    def __init__(self, ranks: Ranks, root: str, budget: int) -> None:
+        """`root`: the setting `sae_dir`. `budget`: bytes of weights that a rank holds."""
+        self._ranks, self._root, self._budget = ranks, root, budget
+        self._loaded: OrderedDict[str, int] = OrderedDict()  # digest → bytes; least recently used first
+        self._held: Counter[str] = Counter()
+        self._turn = asyncio.Lock()  # first come, first served
+        self._freed = asyncio.Event()
+
+    async def hold(self, sae: StoredSae) -> None:
+        """See `Engine.hold_sae`."""
+        if sae.bytes > self._budget:
+            detail = f"{sae.name!r} has {sae.bytes} bytes of weights; the worker holds {self._budget >> 20} MiB (setting sae_cache_mib)"
+            raise MidstreamError("invalid_request", detail, field="features.sae")
+        async with self._turn:
+            if sae.digest not in self._loaded:
+                folder = await asyncio.to_thread(folder_of, self._root, sae.path)
+                await self._make_room(sae.bytes)
+                undo = Undo("midstream_drop_saes", ([sae.digest],))
+                load = self._ranks.apply(
+                    f"loading sparse autoencoder {sae.name!r}", "midstream_put_sae", sae.digest, sae.hook, sae.layer, str(folder), undo=undo
+                )
+                await unbroken(load)
+                self._loaded[sae.digest] = sae.bytes
+            self._held[sae.digest] += 1
+            self._loaded.move_to_end(sae.digest)
+
+    def release(self, sae: StoredSae) -> None:
+        """Undo one `hold`."""
+        self._held[sae.digest] -= 1
+        if not self._held[sae.digest]:
+            del self._held[sae.digest]
+        self._freed.set()
+
+    async def _make_room(self, size: int) -> None:
+        """Wait until so many bytes can be loaded, and drop what no request uses."""
+        while sum(self._loaded.values()) + size > self._budget:
+            unused = next((digest for digest in self._loaded if digest not in self._held), None)
+            if unused is None:
+                self._freed.clear()
+                await self._freed.wait()
+                continue
+            del self._loaded[unused]  # first: after a failure on one rank it is unknown which ranks have it
+            await unbroken(self._ranks.apply("dropping a sparse autoencoder", "midstream_drop_saes", [unused]))
