@@ -1,7 +1,6 @@
 """Application context of the routes: one `AppContext` per process with ledger, watcher, Celery and tokenizers. Holds no job state."""
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -169,7 +168,7 @@ class AppContext:
         if names and idempotency and (known := await self.ledger.repeated(idempotency)):
             return known  # whatever has become of the modules, probes, runs, adapters and autoencoders since
         lora = await named_lora(parsed.lora, info, self.loras)
-        parsed = dataclasses.replace(parsed, lens=await fitted(parsed.lens, info, self.lenses))
+        parsed = replace(parsed, lens=await fitted(parsed.lens, info, self.lenses))
         if isinstance(parsed.features, FeatureSpec):
             sae = await named_sae(parsed.features.sae, "features.sae", info, self.saes)
             parsed = replace(parsed, features=FeatureWish(parsed.features, sae))

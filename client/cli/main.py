@@ -20,6 +20,7 @@ from . import (
     attention,
     captures,
     curve,
+    features,
     jobs,
     keys,
     lens,
@@ -163,6 +164,7 @@ loras.register(app)
 probes.register(app)
 saes.register(app)
 lens.register(app)
+features.register(app)
 source_runs.register(app)
 sweeps.register(app)
 service.register(app)

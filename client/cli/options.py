@@ -124,7 +124,7 @@ def _positions(text: str | None, spans: Sequence[str]) -> Any:
 
 #: As `--help` shows them.
 STEER_FILE = "FILE:[HOOK:]LAYERS[:SCALE][:NAME=VALUE]…"
-STEER = f"{STEER_FILE} | @MODULE[:SCALE][:NAME=VALUE]… | FILE.safetensors"
+STEER = f"{STEER_FILE} | @MODULE[:SCALE][:NAME=VALUE]… | %SAE:FEATURE[:VALUE][:op=OP] | FILE.safetensors"
 _YES = {"true": True, "false": False}
 _OPTIONS = tuple(dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.options))
 _FLAGS = {family.flag for family in FAMILIES}
@@ -136,6 +136,12 @@ STEER_NAMES: dict[str, Callable[[str], Any]] = {
 }  # fmt: skip
 #: Those of them that a named module takes.
 MODULE_NAMES = ("scale", "positions")
+_READ: dict[str, Callable[[str], Any]] = STEER_NAMES | {"feature": int, "value": float}
+#: First character of what is not a file → (its field, what comes after it, all that may be said by name, what it is called).
+_REFERENCES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
+    "@": ("module", ("scale",), MODULE_NAMES, "a module"),
+    "%": ("sae", ("feature", "value"), ("feature", "value", "op", "positions"), "a feature"),
+}
 
 
 def parse_steering(texts: Sequence[str], option: str = "--steer") -> list[Steering]:
@@ -163,32 +169,33 @@ def parse_steer(text: str) -> dict[str, Any]:
 
     A `.npy` file is the vector. A `.npz` file holds the entry's tensors under their names: `rotation`, `weight`, `bias`.
     `@joy:2.0` is the module `joy` at twice its strength, `@joy:positions=all_generated` at other positions than its own.
+    `%tiny:123:4.0` adds 4 times the decoder row of feature 123 of the sparse autoencoder `tiny`; `%tiny:123:0:op=clamp` sets it to 0.
     """
     source, *parts = _parts(text)
-    is_module = source.startswith("@")
-    hook = parts.pop(0) if not is_module and parts and parts[0] in HOOK_NAMES else None
-    places, names = (("scale",), MODULE_NAMES) if is_module else (("layers", "scale"), tuple(STEER_NAMES))
+    refers = source[:1] in _REFERENCES
+    hook = parts.pop(0) if not refers and parts and parts[0] in HOOK_NAMES else None
+    field, places, names, called = _REFERENCES.get(source[:1], ("", ("layers", "scale"), tuple(STEER_NAMES), "there"))
     named = [part for part in parts if "=" in part]
     placed = [part for part in parts if "=" not in part]
-    if not is_module and (not placed or not placed[0]):
+    if not refers and (not placed or not placed[0]):
         raise _unreadable(text, "layers are missing")
-    if len(placed) > len(places) or parts[: len(placed)] != placed or source == "@":
+    if len(placed) > len(places) or parts[: len(placed)] != placed or source in _REFERENCES:
         raise _unreadable(text, "is not valid")
     given = dict(zip(places, placed, strict=False)) | dict(part.split("=", 1) for part in named)
-    entry: dict[str, Any] = {"module": source[1:]} if is_module else {"layers": parse_layers(given.pop("layers"))}
+    entry: dict[str, Any] = {field: source[1:]} if refers else {"layers": parse_layers(given.pop("layers"))}
     if hook is not None:
         entry["hook"] = hook
     for name, value in given.items():
         if name not in names:
             meant = suggestion(name, names)
-            why = f"{'a module takes' if is_module else 'there is'} no {name!r}: use {', '.join(names)}"
+            why = f"{called} {'takes' if refers else 'is'} no {name!r}: use {', '.join(names)}"
             raise _unreadable(text, why + (f"; {meant}" if meant else ""))
         if value:
             try:
-                entry[name] = STEER_NAMES[name](value)
+                entry[name] = _READ[name](value)
             except (ValueError, KeyError) as error:
                 raise _unreadable(text, f"invalid {name} {value!r}") from error
-    return entry if is_module else entry | _tensors(source, text)
+    return entry if refers else entry | _tensors(source, text)
 
 
 def _parts(text: str) -> list[str]:

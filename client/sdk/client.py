@@ -22,6 +22,7 @@ from ..images import with_images
 from . import discovery, download, wire
 from . import jobs as calls
 from .attention import AsyncAttentionCalls, AttentionCalls
+from .features import AsyncFeatureCalls, FeatureCalls
 from .keys import AsyncKeyCalls, KeyCalls
 from .lens import AsyncLensCalls, LensCalls
 from .loras import AsyncLoraCalls, LoraCalls
@@ -46,6 +47,7 @@ class Client(
     LensCalls,
     TunedLensCalls,
     ProbeCalls,
+    FeatureCalls,
     RunCalls,
     SweepCalls,
     KeyCalls,
@@ -288,6 +290,7 @@ class AsyncClient(
     AsyncLensCalls,
     AsyncTunedLensCalls,
     AsyncProbeCalls,
+    AsyncFeatureCalls,
     AsyncRunCalls,
     AsyncSweepCalls,
     AsyncKeyCalls,

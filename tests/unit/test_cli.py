@@ -412,3 +412,14 @@ def test_a_command_of_a_group_is_suggested_by_its_full_name(capsys: pytest.Captu
         main.main(["list"])
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert (ended.value.code, "'midstream job list'" in said) == (2, True)
+
+
+def test_a_feature_of_an_autoencoder_steers_from_the_command_line() -> None:
+    assert options.parse_steer("%tiny:123:4.5") == {"sae": "tiny", "feature": 123, "value": 4.5}
+    ablated = {"sae": "tiny", "feature": 123, "op": "ablate", "positions": "all_generated"}
+    assert options.parse_steer("%tiny:123:op=ablate:positions=all_generated") == ablated
+    (spec,) = wire.pack_steering([options.parse_steer("%tiny:7:2:op=clamp")])
+    assert (spec.sae, spec.feature, spec.op, spec.value) == ("tiny", 7, "clamp", 2.0)
+    for wrong in ("%", "%tiny:x", "%tiny:1:2:3", "%tiny:1:scale=2"):
+        with pytest.raises(MidstreamError):
+            options.parse_steer(wrong)
