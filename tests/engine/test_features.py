@@ -172,7 +172,10 @@ def test_a_feature_clamped_to_its_present_value_changes_no_bit(v1: Host, diction
 def test_an_autoencoder_that_is_not_loaded_fails_its_request_and_no_other(v1: Host, dictionaries: dict[str, Dictionary]) -> None:
     sae = dictionaries["standard"].on(v1)
     assert all(ok for ok, _ in v1.call("midstream_drop_saes", [sae.digest]))
-    wanting, other = v1.job(prompt_of(9), max_tokens=2, capture=features(sae)), v1.job(prompt_of(9), max_tokens=2, capture=capture_of([1]))
+    wanting, other = (
+        v1.job(prompt_of(9), max_tokens=2, capture=features(sae)),
+        v1.job(prompt_of(9), max_tokens=2, capture=capture_of([1], "all")),
+    )
     v1.run(wanting, other)
     (receipt,), (fine,) = v1.receipts(wanting), v1.receipts(other)
     assert (receipt.status, receipt.kind, fine.status) == ("error", "reading_failed", "ok")

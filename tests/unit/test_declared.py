@@ -30,7 +30,7 @@ BROUGHT_ALONG = {
     "anyio": "litestar", "tornado": "flower",
 }  # fmt: skip
 #: What a script that no test runs needs: (package, script).
-BY_HAND = {("peft", "peft_rows.py"), ("sae_lens", "sae_rows.py")}
+BY_HAND = {("peft", "peft_rows.py"), ("sae_lens", "sae_rows.py"), ("sae_lens", "sae_encode.py")}
 
 
 def declared(extras: tuple[str, ...]) -> set[str]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import embedding_bag
 
 from ...schemas.sae_files import SaeError, reading, tensors_of
 from ...schemas.saes import SaeForm
@@ -92,9 +93,18 @@ class Autoencoder:
         scaled = NORMALISATIONS[self.form.normalize_activations](rows)
         activations = self._encode(scaled.rows)
         values, indices = activations.topk(k, dim=1)
-        found = self.decode(activations) * scaled.scale + scaled.shift
+        found = self._decode_active(activations) * scaled.scale + scaled.shift
         errors = torch.linalg.vector_norm(rows - found, dim=1) / torch.linalg.vector_norm(rows, dim=1)
         return indices.masked_fill(values == 0, -1).int(), values, activations.count_nonzero(1).int(), errors
+
+    def _decode_active(self, activations: torch.Tensor) -> torch.Tensor:
+        """As `decode`, from the active features alone: they are few."""
+        rows, features = activations.nonzero(as_tuple=True)
+        values = activations[rows, features]
+        if self._lengths is not None:
+            values = values / self._lengths[features]
+        starts = torch.searchsorted(rows, torch.arange(len(activations)))
+        return self._tensors["b_dec"] + embedding_bag(features, self._tensors["W_dec"], starts, mode="sum", per_sample_weights=values)
 
     def _encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Of normalised rows."""
