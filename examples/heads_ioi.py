@@ -6,8 +6,9 @@
 After “When Mary and John went to the store, John gave a drink to” the model says “ Mary”: the name that is not said twice. Which heads
 do that (Wang et al. 2022, arXiv:2211.00593)? Each of 56 prompts has a corrupt twin in which the other name is said twice. The outputs
 of one head (`z`), at all positions, are written from a prompt into its twin, and the share of the logit difference that this
-recovers is measured: every head of the upper layers, all pairs, in one job. Then, for the heads that matter: what they add to the
-logits themselves, with attention and MLPs above them held (a path to the logits), and whose outputs their queries read (a path to `q`).
+recovers is measured: every head of the upper layers, all pairs, in one job. Then, with all other attention held: what the heads that
+matter add to the logits themselves (a path to the logits), whose outputs the queries of the strongest one's layer read (a path to `q`),
+and what that head in turn has in its values (a path to `v`).
 The script prints tables, and writes figures and saved studies.
 """
 
@@ -90,15 +91,15 @@ def main() -> None:
         report("all-layers", few.sweep(hooks=["z"], axis="head", noise=1), options.out)
         study = PatchStudy.pairs(every, client=client)
         report("heads", study.sweep(hooks=["z"], axis="head", layers=LAYERS, noise=1), options.out)
-        movers = [cell for cell in study.top(8) if cell.effect > 0]
-        held = {"receivers": "logits", "frozen": ["attn"]}
         layers = sorted({cell.layer for cell in study.top(8)})
-        report(
-            "logits", PatchStudy.pairs(every, client=client).sweep(hooks=["z"], axis="head", layers=layers, path=held, noise=1), options.out
-        )
-        mover = {"layer": movers[0].layer, "hook": "q", "head": movers[0].head}
-        path = {"receivers": [mover], "frozen": ["attn"]}
-        report("queries", few.sweep(hooks=["z"], axis="head", path=path, noise=1), options.out)
+        direct = PatchStudy.pairs(every, client=client)
+        path = {"receivers": "logits", "frozen": ["attn"]}
+        report("logits", direct.sweep(hooks=["z"], axis="head", layers=layers, path=path, noise=1), options.out)
+        for name, hook in (("queries", "q"), ("values", "v")):  # what the strongest head's layer is told at q, and that teller's at v
+            layer = max(direct.top(8), key=lambda cell: cell.effect).layer
+            direct = PatchStudy.pairs(few.request.pairs, client=client)
+            path = {"receivers": [{"layer": layer, "hook": hook}], "frozen": ["attn"]}
+            report(name, direct.sweep(hooks=["z"], axis="head", layers=f"10-{layer - 1}", path=path, noise=1), options.out)
     print(f"\n{time.perf_counter() - started:.0f} s")
 
 

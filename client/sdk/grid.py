@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...schemas.errors import invalid
-from ...schemas.selectors import ALIASES, Hook
+from ...schemas.selectors import ALIASES, HOOKS, Hook
 from ...schemas.sweep_paths import PathEnd, SweepPath
 from ...schemas.sweeps import Axis, Baseline, Metric, PairResult, SweepResult
 
@@ -20,7 +20,7 @@ MEANING: dict[Metric, str] = {
     "kl": "KL from the clean prompt, nats",
 }
 #: TransformerLens' short names.
-_ALIAS = {hook: name for name, hook in ALIASES.items() if not name.startswith("hook_")}
+_ALIAS = {hook: name for name, hook in reversed(ALIASES.items()) if "." not in name and not (hook in HOOKS and name.startswith("hook_"))}
 #: Of pairs whose columns are called otherwise, so many names are shown.
 _NAMES = 2
 #: Characters of a prompt in a title.
