@@ -20,7 +20,7 @@ import numpy as np
 
 #: (d_in, d_sae, rows): a small one of the demo model, and one of Gemma Scope's usual size.
 SIZES = ((576, 4096, 512), (2304, 16384, 64))
-TOP, REPEATS = 10, 5
+TOP, REPEATS = 10, 15
 ARCHITECTURE = "jumprelu"
 
 
