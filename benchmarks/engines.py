@@ -70,7 +70,7 @@ class EngineProcess:
     ) -> dict[str, Any]:
         """`seconds` for all, `latencies` of each, `tokens` generated; of ours `sends`, `sent_bytes`: vectors to the ranks.
 
-        `cpu`: CPU seconds of the engine core's main thread, which runs the model and schedules.
+        `cpu`: CPU seconds of the engine core, which runs the model and schedules.
 
         `steering`: `{"layers": […], "distinct": n, "seed": n}`, of ours only: prompt i adds, at each of the layers, a random
         vector of its own for each i modulo `distinct`. `capture`: a `StoredCapture` of every prompt, of ours only.
@@ -256,14 +256,13 @@ class _Ours:
 
 
 def core_cpu() -> float:
-    """CPU seconds of the main thread of this process's engine core; 0 where there is none."""
+    """CPU seconds of this process's engine core, all threads; 0 where there is none."""
     mine = str(os.getpid())
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             name, fields = (folder / "comm").read_text().strip(), (folder / "stat").read_text().rpartition(")")[2].split()
             if fields[1] == mine and name.startswith("VLLM::EngineCor"):
-                own = (folder / "task" / folder.name / "stat").read_text().rpartition(")")[2].split()
-                return (int(own[11]) + int(own[12])) / os.sysconf("SC_CLK_TCK")
+                return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         except OSError:  # it ended
             continue
     return 0.0

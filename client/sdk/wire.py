@@ -16,6 +16,7 @@ from ...schemas.base import to_json
 from ...schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
 from ...schemas.jobs import PROBLEM_EVENT, TERMINAL, CaptureResults, Determinism, Event, JobRequest, JobResult, JobView
 from ...schemas.openai import OpenAIRequest
+from ...schemas.probes import ProbeResult
 from ...schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
 from ...schemas.version import __version__
 from .. import notebook, values
@@ -93,6 +94,7 @@ class Answer:
     capture_results: CaptureResults | None
     determinism: Determinism | None
     raw: dict[str, Any]  # the whole answer as it came
+    probes: list[ProbeResult] = field(default_factory=list)  # the scores, if the request named probes
 
     @property
     def text(self) -> str:
@@ -272,6 +274,7 @@ def answer(response: httpx.Response) -> Answer:
             capture_results=msgspec.convert(raw["capture_results"], CaptureResults) if raw.get("capture_results") else None,
             determinism=msgspec.convert(raw["determinism"], Determinism) if raw.get("determinism") else None,
             raw=raw,
+            probes=msgspec.convert(raw.get("probes", []), list[ProbeResult]),
         )
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise not_understood(response, f"the response from {response.request.url.path} has an unexpected shape: {error!r}") from error
@@ -287,6 +290,7 @@ def answer_from_result(result: JobResult) -> Answer:
         capture_results=captures,
         determinism=result.determinism,
         raw=msgspec.to_builtins(result),
+        probes=result.probes,
     )
 
 

@@ -52,3 +52,13 @@ def check(score: ProbeScore, wanted: np.ndarray, kind: str = "last", decay: floa
     """`wanted`: `[positions, labels]`."""
     np.testing.assert_allclose(tokens_of(score), wanted, atol=SCORES, rtol=SCORES)
     np.testing.assert_allclose(score.score, aggregate(kind, wanted, decay)[-1], atol=SCORES, rtol=SCORES)
+
+
+def new_maximum(scores: np.ndarray, first: int, stop: int) -> tuple[int, int, float]:
+    """(label, position, threshold): below the threshold before that position, which is in `[first, stop)`, and above it there."""
+    for label in range(scores.shape[1]):
+        before = np.maximum.accumulate(scores[:, label])
+        for position in range(first, stop):
+            if scores[position, label] > before[position - 1] + 1e-3:
+                return label, position, float(scores[position, label] + before[position - 1]) / 2
+    raise AssertionError("no generated token has a score above all earlier ones: take other weights")

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, steer
-from probe_kit import Weights, check, scores_of, tokens_of
+from probe_kit import Weights, check, new_maximum, scores_of, tokens_of
 
 AGGREGATIONS = (("last", 0.0), ("max", 0.0), ("mean", 0.0), ("exponential", 0.9))
 
@@ -34,16 +34,6 @@ def test_scores_equal_numpy_on_captured_rows(engine: str, request: pytest.Fixtur
             check(scores[kind], first.of(rows["before", layers[number % 2]]), kind, decay)
         check(scores["after"], second.of(rows["after", layers[1]]))
     assert not np.allclose(tokens_of(scores_of(host, jobs[2])["after"])[:, 0], second.of(host.capture(jobs[2], 0).array(layers[1]))[:, 0])
-
-
-def new_maximum(scores: np.ndarray, first: int, stop: int) -> tuple[int, int, float]:
-    """(label, position, threshold): below the threshold before that position, which is in `[first, stop)`, and above it there."""
-    for label in range(scores.shape[1]):
-        before = np.maximum.accumulate(scores[:, label])
-        for position in range(first, stop):
-            if scores[position, label] > before[position - 1] + 1e-3:
-                return label, position, float(scores[position, label] + before[position - 1]) / 2
-    raise AssertionError("no generated token has a score above all earlier ones: take other weights")
 
 
 @pytest.mark.parametrize("engine", ["v1", "v2", "compiled", "overlapped"])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
 from nursery import Nursery
+from probe_kit import Weights, new_maximum, scores_of, tokens_of
 from reference import Edit, Reference
 from test_graded_tokens import EVERY, logprobs_of, truth
 from test_reentry import ask, base_run, cell, graded
@@ -88,3 +89,24 @@ def test_cells_that_patch_the_last_token_are_graded_beside_others(speculating: H
     for edit, receipts in zip(edits, found.values(), strict=True):
         reference.rows(prompt, [edit])
         np.testing.assert_allclose(graded(receipts), logprobs_of(reference.logits[-1]), atol=FP32_LOGPROBS, rtol=0)
+
+
+def test_a_probe_ends_a_request_among_its_drafts(speculating: Host) -> None:
+    """Accepted drafts up to the token that crosses are returned; rows of rejected ones decide nothing."""
+    stopped, checked = 0, []
+    for seed in range(6):
+        weights, prompt = Weights(100 + seed, k=16), prompt_of(12, seed=seed) * 3
+        free = speculating.job(prompt, max_tokens=24, probes=[weights.probe(speculating, LAYERS - 1)])
+        tokens = speculating.run(free)[free.id][0].token_ids
+        scores = tokens_of(scores_of(speculating, free)["p"])
+        assert len(scores) == 36 + 23
+        label, position, threshold = new_maximum(scores, 38, 58)
+        thresholds = [threshold if number == label else None for number in range(16)]
+        probe = weights.probe(speculating, LAYERS - 1, "stop", thresholds=thresholds)
+        job = speculating.job(prompt, max_tokens=24, probes=[probe], capture=capture_of([LAYERS - 1], "all"))
+        (output,) = speculating.run(job)[job.id]
+        assert (output.finish_reason, output.token_ids) == ("probe:p", tokens[: position - 36 + 1])
+        assert speculating.capture(job).positions(0) == list(range(position + 1))
+        stopped += 1
+        checked.append(scores_of(speculating, job)["p"].crossed[label] == position)
+    assert (stopped, all(checked)) == (6, True)

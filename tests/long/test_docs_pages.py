@@ -51,5 +51,7 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(path: Path, s
                 client.unregister_lora(lora.name)
             for lens in client.tuned_lenses():
                 client.unregister_lens(lens.name)
+            for probe in client.probes():
+                client.unregister_probe(probe.name)
     assert page.ran
     assert not wrong, "\n\n".join(wrong)

@@ -159,3 +159,25 @@ def test_the_command_line_registers_lists_and_deletes(stack: Stack, tmp_path: Pa
     assert "all traffic, flag" in ran("watch", "cli")
     assert "all traffic" not in ran("watch", "cli", "--off")
     assert "removed" in ran("delete", "cli")
+
+
+def test_streams_carry_the_scores_of_each_token(client: Client, calm: str) -> None:
+    """In the chunks of a completion, and as events of its job; those of a probe that watches are not among them."""
+    client.register_probe("watching", weight=np.ones(HIDDEN), layer=0)
+    client.watch_probe("watching", action="none")
+    body = {"model": "fake-model", "prompt": "hello there", "max_tokens": 4, "probes": [calm], "stream": True}
+    answer = httpx.post(f"{client.url}/v1/completions", json=body, timeout=60)
+    client.unregister_probe("watching")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: {")]
+    told = [scores for chunk in chunks for scores in chunk.get("scores", [])]
+    first = told[0]["position"]
+    assert [scores["position"] for scores in told] == [first + number for number in range(4)]
+    assert told[1]["scores"] == told[1]["aggregates"] == {"calm": {"calm": first + 1.0, "angry": first + 2.0}}
+    events = [event for event in client.events(answer.headers["x-midstream-job"]) if event.event == "score"]
+    assert [event.data for event in events] == told
+
+
+def test_the_client_returns_scores_of_completions(client: Client, calm: str) -> None:
+    answer = client.completion(model="fake-model", prompt="hello there", max_tokens=2, probes=calm)
+    (scores,) = answer.probes
+    assert (scores.probe, scores.crossed, answer.finish_reasons) == ("calm", {"angry": 4}, ["length"])

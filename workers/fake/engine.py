@@ -28,6 +28,7 @@ from ...schemas.steering import GlobalSteering, RankSteering
 from ..engine.protocol import EngineRequest, Progress
 from ..engine.rank_control import RankControl, row_wish
 from ..engine.rank_spec import rank_spec
+from ..runner.probe_news import Scored
 from .model import Dice, make_bundle, make_info, make_tokenizer
 from .rank import FakeFaults
 from .ranks import FakeRanks
@@ -175,8 +176,15 @@ class _Writing:
     def progress(self) -> Progress:
         until = len(self._text) if self.finish_reason else max(len(self._text) - self._held_back, self._sent_text)
         text, tokens = self._text[self._sent_text : until], self.token_ids[self._sent_tokens :]
+        first = len(self._ask.token_ids) - 1 + self._sent_tokens
         self._sent_text, self._sent_tokens = until, len(self.token_ids)
-        return Progress(self._ask.request, text, tokens, self._output() if self.finish_reason else None)
+        scores = [self._score(position) for position in range(first, first + len(tokens))] if self._ask.stream and self._ask.probes else []
+        return Progress(self._ask.request, text, tokens, self._output() if self.finish_reason else None, scores)
+
+    def _score(self, position: int) -> Scored:
+        """As the fake ranks score it."""
+        values = [float(position + number) for probe in self._ask.probes for number in range(len(probe.content.labels))]
+        return Scored(position, values, values)
 
     def _output(self) -> Output:
         assert self.finish_reason is not None

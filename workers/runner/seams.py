@@ -94,7 +94,8 @@ SEAMS: tuple[Seam, ...] = (
         (
             "add_request(request)", "has_finished_requests", "_free_request(request)", "schedule", "_preempt_request(request)",
             "_reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)", "reset_prefix_cache", "get_request_counts",
-            "update_from_output(scheduler_output, model_runner_output)", "kv_cache_manager", "vllm_config", "parallel_config",
+            "update_from_output(scheduler_output, model_runner_output)", "_update_request_with_output(request, new_token_ids)",
+            "kv_cache_manager", "vllm_config", "parallel_config",
             "num_spec_tokens", "max_num_scheduled_tokens", "max_num_active_reqs", "running", "waiting", "requests",
         ),
         _SCHEDULER,
@@ -105,12 +106,16 @@ SEAMS: tuple[Seam, ...] = (
         "vllm.v1.request:Request",
         (
             "request_id", "sampling_params", "block_hashes", "update_block_hashes", "num_preemptions", "num_prompt_tokens",
-            "prompt_token_ids", "all_token_ids", "num_computed_tokens", "num_tokens", "max_tokens", "status",
+            "prompt_token_ids", "all_token_ids", "num_computed_tokens", "num_tokens", "max_tokens", "status", "stop_reason",
         ),
         f"{_SCHEDULER}, cell_steps.py, kept_blocks.py",
     ),
-    Seam("vllm.v1.request:RequestStatus", ("FINISHED_ABORTED", "FINISHED_ERROR", "RUNNING"), _SCHEDULER),
+    Seam("vllm.v1.request:RequestStatus", ("FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_LENGTH_CAPPED", "RUNNING"), _SCHEDULER),
     Seam("vllm.v1.engine.core:EngineCore", ("scheduler",), _SCHEDULER),
+    # Scores of probes, from the scheduler to the worker
+    Seam("vllm.v1.engine:EngineCoreOutput", ("request_id", "kv_transfer_params"), "probe_news.py"),
+    Seam("vllm.v1.engine:EngineCoreOutputs", ("outputs",), "probe_news.py"),
+    Seam("vllm.outputs:RequestOutput", ("add(next_output, aggregate)", "kv_transfer_params"), "engine/vllm_output.py"),
     # Blocks of the KV cache
     Seam(
         "vllm.v1.core.kv_cache_utils",
