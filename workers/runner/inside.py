@@ -5,6 +5,7 @@ where they enter a layer's own attention, `q_proj` and `k_proj` are columns of w
 the output projection and the down projection, and `router` leaves the gate of the experts.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fusion import fused_act_quant
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 
 from ...schemas.banks import BANK, BANKS, RowShape
@@ -99,6 +101,8 @@ class _Layer:
         }
         module = _only({path: part for path, part in linears.items() if not _reads_stream(path, linears)}, _DOWN, "down projection")
         self._splits(module)
+        if fused_act_quant._FUSED_ACT_QUANT and fused_act_quant.get_input_quant_key(_base(module)) is not None:
+            raise Missing("one kernel computes and quantises what enters its down projection")
         width = _base(module).input_size
         size = width // (self._group.size if isinstance(_base(module), RowParallelLinear) else 1)
         first = self._group.rank * size if size < width else 0
@@ -115,7 +119,10 @@ class _Layer:
         ]
         if len(gates) != 1:
             raise Missing(f"{len(gates)} modules could be its router")
-        width = _base(gates[0]).output_size
+        gate = _base(gates[0])
+        if (made := getattr(gate, "out_dtype", None)) not in (None, gate.params_dtype):
+            raise Missing(f"its router gives {made}, not the model's dtype")
+        width = gate.output_size
         return Inner(gates[0], "output", Columns(RowShape(heads=1, width=width), 0, width, self._group.rank == 0))
 
     # -- what they are found by ---------------------------------------------------------------------------------------------
@@ -269,16 +276,17 @@ def install_inside(
 def _wrap(module: nn.Module, visits: Sequence[tuple[Inner, Visit, Site]], always: bool) -> None:
     """Have `module.forward` visit these sites. Edited rows take the place of those that it gets, or are written into what it returns."""
     forward = module.forward
+    names = tuple(inspect.signature(getattr(forward, "bare", forward)).parameters)
     inputs = tuple((inner.side, inner.columns.size, visit, site) for inner, visit, site in visits if inner.side != "output")
     outputs = tuple((inner.first, inner.columns.size, visit, site) for inner, visit, site in visits if inner.side == "output")
 
     def with_sites(*args: Any, **kwargs: Any) -> Any:
         for side, width, visit, site in inputs:
             if torch.compiler.is_compiling() or always or site.busy:
-                if isinstance(side, int) and side < len(args):
+                if side < len(args):
                     args = (*args[:side], _visited(visit, args[side], width), *args[side + 1 :])
                 else:
-                    raise RuntimeError(f"{type(module).__name__} got no rows for {site.hook} of layer {site.layer}")
+                    kwargs = {**kwargs, names[side]: _visited(visit, kwargs[names[side]], width)}
         result = forward(*args, **kwargs)
         for first, width, visit, site in outputs:
             if torch.compiler.is_compiling() or always or site.busy:

@@ -202,7 +202,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam("vllm.model_executor.models.interfaces", ("supports_eagle3(model)",), "drafters.py"),
     # Quantised checkpoints
     Seam("vllm._custom_ops", ("scaled_fp8_quant(input, scale)",), "cpu_fp8.py"),
-    Seam("vllm.model_executor.layers.fusion.fused_act_quant", ("_FUSED_ACT_QUANT",), "cpu_fp8.py"),
+    Seam("vllm.model_executor.layers.fusion.fused_act_quant", ("_FUSED_ACT_QUANT", "get_input_quant_key"), "cpu_fp8.py, inside.py"),
     Seam("vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel:FP8ScaledMMLinearKernel", (), "quantisation.py"),
     # Adapters of requests
     Seam("vllm.lora.worker_manager:WorkerLoRAManager", ("_adapter_manager", "_load_adapter(lora_request)"), "loras.py"),
