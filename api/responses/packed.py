@@ -133,6 +133,15 @@ def join(blobs: Sequence[OpenBlob], sites: dict[str, list[int]]) -> Joined:
         described.append((tensor.name, tensor.dtype, shape, sum(place.length for _, place in part)))
     widths = {name.partition(".")[0]: shape[1] for name, _, shape, _ in described if len(shape) > 1}
     manifest: Manifest = msgspec.structs.replace(
-        first, sites=sites, stage_sites=sites, all_sites=sites, stages=1, pp=0, reused=0, widths=widths, columns=[]
+        first,
+        sites=sites,
+        stage_sites=sites,
+        all_sites=sites,
+        stages=1,
+        pp=0,
+        reused=0,
+        widths=widths,
+        columns=[],
+        row=first.row if all(blob.header.manifest.row == first.row for blob in blobs) else None,
     )
     return Joined(encode_header(described, manifest), parts)

@@ -101,6 +101,7 @@ def _write_safetensors(reader: CaptureReader, target: Path, sites: dict[int, dic
         manifest = msgspec.structs.replace(
             reader.manifest(request), sites=of_request, stage_sites=of_request, all_sites=of_request, stages=1, pp=0, reused=0,
             widths={site.partition(".")[0]: array.shape[1] for site, _, array in tensors if array.ndim > 1}, columns=[],
+            row=None,
             requests=0, positions=reader.positions(request), token_ids=reader.token_ids(request), dropped=reader.dropped(request),
         )  # fmt: skip
     with _aside(target) as partial, partial.open("wb") as file:

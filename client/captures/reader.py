@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from ...schemas.attention import AttentionKind
+from ...schemas.banks import BANK, OF_HEADS
 from ...schemas.captures import Manifest, index_of
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.images import ImageSpan
@@ -322,6 +323,29 @@ class CaptureReader:
         """How a layer turns queries and keys into patterns. Raises MidstreamError where `q` was not captured or that is not recorded."""
         _, blobs, site = self._tensor(layer, "q", request)
         return kind_at(blobs[0].header.manifest.attention, int(site.rpartition(".")[2]))
+
+    def heads(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
+        """`[positions, heads, head size]` float32 of a hook that has heads: all of them, or those that were captured."""
+        _, blobs, name = self._tensor(layer, hook, request)
+        shape = blobs[0].header.manifest.row
+        if shape is None or (shape.heads == 1 and BANK[name.partition(".")[0]] not in OF_HEADS):  # type: ignore[index]
+            raise MidstreamError("not_found", f"{name.partition('.')[0]} has no heads, or the file does not say which", field="hook")
+        rows = self.array(layer, hook, request)
+        return rows.reshape(len(rows), -1, shape.width)
+
+    def experts(self, layer: int, top: int, request: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """The `top` experts of each token, most likely first, and their weights: int64 and float32 `[positions, top]`.
+
+        From the captured logits `router`, by a softmax over all experts; the weights of the chosen ones add up to 1, as in Mixtral and
+        Qwen3-MoE. Models that choose otherwise (sigmoids, groups, a bias) need a rule of their own. Raises MidstreamError for a `top`
+        beyond the experts.
+        """
+        logits = self.array(layer, "router", request)
+        if not 1 <= top <= logits.shape[1]:
+            raise invalid("top", f"{top} of {logits.shape[1]} experts", allowed=f"1 to {logits.shape[1]}")
+        chosen = np.argsort(-logits, axis=1, kind="stable")[:, :top]
+        weights = np.exp(np.take_along_axis(logits, chosen, axis=1) - logits.max(axis=1, keepdims=True))
+        return chosen, weights / weights.sum(axis=1, keepdims=True)
 
     def row(self, layer: int, position: int, hook: str | None = None, request: int = 0) -> np.ndarray:
         """`[hidden]` float32 at an absolute token position."""
