@@ -13,6 +13,7 @@ from midstream.client import PatchStudy
 from midstream.client.cli import main, sweeps
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.errors import MidstreamError
+from midstream.schemas.sweep_paths import PathEnd, SweepPath
 from midstream.schemas.sweeps import SweepRequest, SweepResult
 
 PROMPTS = ("--clean", "The Eiffel Tower is in", "--corrupt", "The Colosseum is in", "--answer", " Paris", "--foil", " Rome")
@@ -125,6 +126,31 @@ def test_a_mistake_is_one_line_that_names_the_option_or_field(
     error = capsys.readouterr().err
     assert error.startswith(f"error: {field}: ")
     assert error.count("\n") == 1
+
+
+def test_axes_and_paths_are_typed_in_one_word_each(capsys: pytest.CaptureFixture[str]) -> None:
+    asked, _ = swept(
+        capsys, *PROMPTS, "--model", "m", "--hooks", "z", "--axis", "head", "--heads", "0-3", "--receivers", "23.q.3,24.mlp_out",
+        "--frozen", "attn",
+    )  # fmt: skip
+    assert (asked.axis, asked.heads) == ("head", "0-3")
+    assert asked.path == SweepPath(receivers=[PathEnd(23, "q", 3), PathEnd(24, "mlp_out")], frozen=["attn"])
+    assert sweeps.parse_path("20.z.0", None, None) == {"sender": {"layer": 20, "hook": "z", "head": 0}}
+    assert sweeps.parse_path(None, "logits", None) == {"receivers": "logits"}
+    assert [sweeps.parse_neurons(text) for text in ("top:1,4", "each:8", "0-3/7")] == [{"top": [1, 4]}, {"each": 8}, {"sets": ["0-3", "7"]}]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (("--frozen", "attn"), "--frozen"),
+        (("--sender", "z.3"), "--sender"),
+        (("--receivers", "3.z.x"), "--receivers"),
+        (("--neurons", "top:a"), "--neurons"),
+    ],
+)
+def test_a_mistyped_axis_or_path_names_its_option(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], field: str) -> None:
+    test_a_mistake_is_one_line_that_names_the_option_or_field(capsys, (*PROMPTS, *options), field)
 
 
 @pytest.mark.parametrize(("text", "window"), [("3", {"layers": 3}), ("3x2", {"layers": 3, "positions": 2})])

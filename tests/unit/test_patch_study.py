@@ -176,6 +176,23 @@ def test_zoom_around_a_cell_takes_its_hook_tokens_and_layers_between_neighbours(
     assert (asked.hooks, asked.layers, asked.pairs[0].positions) == (["pre_attn"], list(range(9, 16)), [3])
 
 
+def test_a_grid_of_heads_is_read_by_head_and_its_zoom_is_over_positions() -> None:
+    grids = {hook: grid(0.9, columns=4) for hook in ("pre_attn", "mlp_out")}
+    made = pair(labels=[f"head {head}" for head in (2, 5, 6, 7)], heads=[2, 5, 6, 7], positions=[[1, 2, 3]] * 4, grids=grids)
+    study = swept(result(made, skipped=[], axis="head"))
+    assert study.grid().by_head("pre_attn").shape == (len(LAYERS), 4)
+    assert study.top(1)[0].head == 7, "of column 3"
+    asked = asked_by(study, "zoom", study.top(1)[0])
+    assert (asked.axis, asked.heads, asked.pairs[0].positions) == ("head_position", [7], [1, 2, 3])
+    by_position = {hook: grid(0.9, columns=4) for hook in ("pre_attn", "mlp_out")}
+    both = pair(labels=list("abcd"), heads=[0, 0, 1, 1], positions=[[1], [2]] * 2, grids=by_position)
+    assert swept(result(both, skipped=[], axis="head_position")).grid().by_head("mlp_out").shape == (len(LAYERS), 2, 2)
+    with pytest.raises(MidstreamError, match="has no heads"):
+        swept(result()).grid().by_head()
+    with pytest.raises(MidstreamError, match="no closer look"):
+        asked_by(swept(result(axis="neuron")), "zoom")
+
+
 # field case 34
 def test_zoom_keeps_token_pairs_when_the_patch_direction_is_reversed() -> None:
     # "iffel Tower" of the clean prompt, at 2 and 3, is "um" and what follows it: no alignment but the sweep's own says so.
