@@ -264,6 +264,7 @@ class JobView(Record, omit_defaults=True):
     priority: Priority = "normal"
     expires: float | None = None  # aborted if it was never begun by then
     callback_url: str | None = None
+    probed: bool = False  # probes score it: its own, or those that watch all traffic
     steered: bool = False  # something edits it: its own steering, its adapter, or the global steering that it was started under
     lora: LoraUse | None = None
 

@@ -1,9 +1,10 @@
 """The OpenAI-style routes. A completion is a job like any other; these handlers wait for it and answer in OpenAI's shape.
 
-When is a response answered? With `capture_wait: true`, with steering, or with rows or readings that are to come back in it, once the job is
-over: then every capture is durable, every rank has reported and all agree. (A steered answer, also of a request that only global
-steering edits, is never given before: a rank might still report that it applied nothing.) Without either, as soon as the outputs
-are stored; captures are `pending` then, with the place to look.
+When is a response answered? With `capture_wait: true`, with steering, with probes, or with rows or readings that are to come back in
+it, once the job is over: then every capture is durable, every rank has reported and all agree. (A steered answer, also of a request
+that only global steering edits, is never given before: a rank might still report that it applied nothing. Nor is one that probes score,
+also those that watch all traffic: a rank might report that it could not.) Without any of these, as soon as the outputs are stored;
+captures are `pending` then, with the place to look.
 """
 
 from typing import Any
@@ -50,7 +51,7 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, parsed: ParsedReque
     hold = body.capture_wait or bool(read) or (parsed.capture is not None and "memory" in parsed.capture.consumers)
 
     def until(view: JobView) -> bool:
-        return is_over(view) or (not hold and not view.steered and view.generated is not None)
+        return is_over(view) or (not hold and not view.steered and not view.probed and view.generated is not None)
 
     def asked(view: JobView) -> bool:
         return parsed.capture is not None or view.steered

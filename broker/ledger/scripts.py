@@ -181,6 +181,7 @@ def submit(
         asked=asked_requests(job),
         captures=any(job.captures) or job.sweep is not None,
         steers=any(job.steering) or job.lora is not None,
+        probed=bool(job.probes),
         metadata=to_json(job.metadata),
         written_by=__version__,
         idem=key,

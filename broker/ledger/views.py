@@ -39,7 +39,7 @@ FIELDS = [
     "state", "kind", "model", "attempt", "version", "created", "queued", "started", "generated", "cancelling", "finished", "worker",
     "capture_status", "receipts", "expected", "prompts", "error", "metadata", "captures", "steers", "everyone", "global_version",
     "retried", "modules", "runs", "run", "cells", "cells_expected",
-    "tenant", "priority", "expires", "callback", "lora",
+    "tenant", "priority", "expires", "callback", "lora", "probed",
 ]  # fmt: skip
 
 #: Ranges of positions that a detail lists; the rest are only counted.
@@ -110,6 +110,7 @@ def view(job_id: str, values: Sequence[bytes | None], settings: Settings) -> Job
         expires=moment("expires"),
         callback_url=from_json(record["callback"], Callback).url if "callback" in record else None,
         lora=from_json(record["lora"], LoraUse) if "lora" in record else None,
+        probed="probed" in record,
     )
 
 

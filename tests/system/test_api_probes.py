@@ -81,7 +81,10 @@ def test_a_probe_that_watches_scores_every_request_and_shows_in_metrics_only(sta
     client.register_probe("watcher", weight=np.ones(HIDDEN), layer=0, thresholds=2, labels=["bad"])
     assert client.watch_probe("watcher").watch == "flag"
     result = client.run(prompts=["hello there"], max_tokens=2, model="fake-model")
-    assert (result.probes, result.determinism is not None) == ([], True)
+    assert (result.probes, result.determinism is not None, client.job(result.id).probed) == ([], True, True)
+    answer = client.completion(model="fake-model", prompt="hello there", max_tokens=2)
+    assert (answer.probes, answer.determinism) == ([], None)
+    assert client.job(answer).state == "succeeded", "held until the ranks have reported that they scored it"
     assert client.register_probe("watcher", weight=np.zeros(HIDDEN), layer=0, thresholds=2, labels=["bad"]).watch == "flag"
     assert client.unwatch_probe("watcher").watch is None
     assert client.run(prompts=["hello there"], max_tokens=2, model="fake-model").determinism is None
