@@ -75,6 +75,7 @@ def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
         )
     yield from _models(url, headers)
     yield from _vllm(settings)
+    yield from _extensions(settings)
     yield from _disk(Path(settings.data_dir).expanduser().resolve())
     yield from _keys(url, headers)
 
@@ -329,6 +330,24 @@ def _vllm(settings: Settings) -> Iterator[Finding]:
         yield Finding("fail", "vllm options", str(error), "docs/engine-options.md lists what is accepted")
 
 
+def _extensions(settings: Settings) -> Iterator[Finding]:
+    """What packages of this environment offer, and whether the setting names them; nothing of them is imported."""
+    from ...workers.runner.extensions import check_installed, named, offered
+
+    try:
+        check_installed(settings.extensions)
+    except SettingsError as error:
+        yield Finding(
+            "fail", "extensions", str(error), "install the package where the worker runs, or take it out of the setting extensions"
+        )
+    for offer in offered():
+        about = f"{offer.package} {offer.version} offers the {offer.kind} {offer.name}"
+        if offer.package in named(settings.extensions):
+            yield Finding("ok", "extensions", about)
+        else:
+            yield Finding("ok", "extensions", f"{about}, which is not loaded: the setting extensions does not name it")
+
+
 # --- This machine -----------------------------------------------------------------------------------------------------------
 
 
@@ -341,6 +360,9 @@ def _models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
     except (httpx.HTTPError, ValueError, KeyError):
         return  # said above
     for card in cards:
+        for one in card.get("extensions") or []:
+            code = f"{one['kind']} {one['name']} of {one['package']} {one['version']}, code {one['digest'][:12]}"
+            yield Finding("ok", f"model {card.get('id')}", f"{code}: {', '.join(one['checked'])}")
         about, made, absent = f"model {card.get('id')}", card.get("certificate"), card.get("absent") or {}
         reasons = "; ".join(f"{hook}: {why}" for hook, why in absent.items())
         if made is None:

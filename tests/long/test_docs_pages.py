@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from docs_page import Page, environment_of, pages
+from extension_kit import install_example
 from ports import free_port
 from tree import ROOT
 from up_kit import Up
@@ -24,12 +25,15 @@ WORKER = "vm-SmolLM2-135M-Instruct"
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     data = tmp_path_factory.mktemp("stack") / ".midstream"
     folders = {"lora_dir": data / "adapters", "lens_dir": data / "lenses"}
-    up = Up(data, engine=None, model_name=None, worker_id=WORKER, hooks="all,inside", **folders)
-    try:
-        up.ready(ENGINE_START_S)
-        yield up
-    finally:
-        up.close()
+    with pytest.MonkeyPatch.context() as patch:  # also for the commands of pages
+        patch.setenv("PYTHONPATH", str(install_example(tmp_path_factory.mktemp("site"))))
+        patch.setenv("MIDSTREAM_EXTENSIONS", "row-geometry")
+        up = Up(data, engine=None, model_name=None, worker_id=WORKER, hooks="all,inside", **folders)
+        try:
+            up.ready(ENGINE_START_S)
+            yield up
+        finally:
+            up.close()
 
 
 @pytest.mark.timeout(900)

@@ -6,14 +6,18 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from extension_kit import install_example, install_unruly
 from stack import Stack
 
 from midstream.broker.ledger.captures import Captures
 from midstream.client import CaptureReader
 from midstream.schemas.jobs import State
+from midstream.schemas.readings import READER, OptionValue, StoredReader
 from midstream.schemas.specs import StoredCapture
 from midstream.workers.fake.model import residual_rows
 
@@ -47,9 +51,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     (info / "entry_points.txt").write_text(
         "[midstream.capture_consumers]\npicky = picky_consumer_of_the_tests:Picky\nbroken = picky_consumer_of_the_tests:broken\n"
     )
+    install_unruly(install_example(site))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(site))
-        with Stack(tmp_path_factory.mktemp("stack"), pipeline_parallel_size=2, lease_s=15) as running:
+        with Stack(tmp_path_factory.mktemp("stack"), pipeline_parallel_size=2, lease_s=15, extensions="row-geometry,unruly") as running:
             yield running
 
 
@@ -145,3 +150,33 @@ def test_the_callbacks_worker_deletes_expired_captures(tmp_path: Path) -> None:
         short.wait(jobs[0], until=lambda _: not short.do(lambda ledger: Captures(ledger).list()).captures)
         short.wait(jobs[0], until=lambda _: not left())
         assert [short.view(job_id).state for job_id in jobs] == [State.SUCCEEDED] * 2
+
+
+def test_an_installed_reader_answers_from_both_stages(stack: Stack) -> None:
+    (info,) = [model for model in stack.do(lambda ledger: ledger.models()) if model.name == stack.settings.served_model]
+    codes = {each.name: each.digest for each in info.extensions}
+    assert set(codes) == {"row-geometry", "unruly"}
+
+    def wish(name: str, options: dict[str, OptionValue], **changes: Any) -> StoredCapture:
+        reading = StoredReader(name=name, digest=codes[name], row_bytes=64, fixed_bytes=64, options=options)
+        return capture("", consumers=[READER], reading=msgspec.structs.replace(reading, **changes))
+
+    jobs = [
+        stack.submit(["one", "three"], capture=wish("row-geometry", {"k": 2})),
+        stack.submit(["one"], capture=wish("unruly", {"mood": "raise"})),
+        stack.submit(["one"], capture=wish("row-geometry", {"k": 2}, digest="0" * 64)),
+    ]
+    assert [stack.wait(job_id).state for job_id in jobs] == [State.SUCCEEDED, State.FAILED, State.FAILED]
+    found = stack.result(jobs[0]).readers
+    assert found is not None
+    for request, reading in enumerate(found):
+        assert (reading.request, reading.digest, reading.options) == (request, codes["row-geometry"], {"k": 2})
+        assert [part.sites for part in reading.parts] == [{"post_block": [0, 1]}, {"post_block": [2, 3]}]
+        for part in reading.parts:
+            rows = [residual_rows(layer, np.array(part.positions), np.array(part.token_ids)) for layer in part.sites["post_block"]]
+            np.testing.assert_allclose(part.arrays["norm"].numpy(), np.linalg.norm(np.stack(rows), axis=-1), rtol=1e-6)
+    for job_id, words in ((jobs[1], "unruly: ValueError: no such luck"), (jobs[2], "the job was accepted for the code 000000000000")):
+        error = stack.wait(job_id).error
+        assert error is not None
+        assert error.type == "urn:midstream:reading_failed"
+        assert words in error.detail

@@ -67,7 +67,7 @@ def test_facts_name_package_version_code_and_terms(site: Path) -> None:
     assert msgspec.json.decode(msgspec.json.encode(facts), type=Extension) == facts
 
 
-def test_digest_changes_with_any_file_of_the_package_and_not_with_compiled_ones(site: Path) -> None:
+def test_digest_covers_all_files_of_a_package_but_compiled_ones(site: Path) -> None:
     (offer,) = (offer for offer in offered() if offer.package == "row-geometry")
     before = digest(offer)
     (site / "row_geometry" / "__pycache__").mkdir(exist_ok=True)
