@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..schemas.interventions import FAMILIES, PLACE, SCALARS
+from ..schemas.interventions import EVERY, FAMILIES, INSTALLED, PLACE, SCALARS
 
 #: Columns of `token_rows`: so many configuration rows may edit one token, of its request and of what is applied to all.
 ROWS_PER_TOKEN = 8
@@ -77,7 +77,7 @@ def does_of(name: str, numbers: Sequence[float], tensors: Sequence[torch.Tensor]
 
     `scale`: of the vector, where the family has one.
     """
-    family = FAMILIES[PLACE[name]]
+    family = EVERY[PLACE[name]]
     if family.ranked:
         return lowrank(*numbers, *tensors)
     first, *others = tensors
@@ -98,7 +98,7 @@ def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
     Both float32; directions are given length 1 before the pool's dtype rounds them. Raises ValueError for a number of
     vectors or scalars that the family does not have, and for a direction without a length.
     """
-    family, size = FAMILIES[PLACE[name]], len(does.vectors)
+    family, size = EVERY[PLACE[name]], len(does.vectors)
     terms, rest = divmod(size, family.entries())
     if rest or not 1 <= terms <= family.most_terms:
         raise ValueError(f"{name} takes {family.entries()} vectors for each of 1 to {family.most_terms} terms, not {size}")
@@ -177,7 +177,9 @@ def build_group(plans: Sequence[SitePlan], capacity: int, dtype: torch.dtype, de
         token_rows[token, : len(rows)] = torch.tensor(rows, dtype=torch.int32)
     lists: list[int] = []
     columns, capture_slots = [], torch.full((len(plans), 2, capacity), NO_SLOT, dtype=torch.int32)
-    site_rows = torch.zeros(len(plans), len(FAMILIES), 1 + max(len(plan.configurations) for plan in plans), dtype=torch.int32)
+    installed = any(INSTALLED.name in configuration for plan in plans for configuration in plan.configurations)
+    families = len(EVERY if installed else FAMILIES)
+    site_rows = torch.zeros(len(plans), families, 1 + max(len(plan.configurations) for plan in plans), dtype=torch.int32)
     pool = [torch.zeros(1, first.hidden_size, dtype=torch.float32)]
     scalars = [torch.zeros(1, SCALARS, dtype=torch.float32)]
     entry = 1

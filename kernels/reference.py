@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ..schemas.interventions import FAMILIES, NEAR, PLACE, Intervention
+from ..schemas.interventions import EVERY, FAMILIES, INSTALLED, NEAR, PLACE, Intervention
+from . import installed
 from .plan import AFTER, ALIKE, ALIKE_FROM, BEFORE, CAPTURED_AFTER, CAPTURED_BEFORE, DEPTH, EDITED, EDITS, EDITS_AT, SITE, Port
 
 #: Of a `rewrite`: (rows, entries, pool, scalars) → new rows, and which of them it changed (None: all).
@@ -93,9 +94,19 @@ def _feature(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scal
     return rows.index_add_(0, mine, (strength * gap)[mine] * _vectors(entries[mine] + 3, pool)), changed
 
 
+def _installed(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
+    """One call for all rows of an entry."""
+    new = rows.clone()
+    for entry in entries.unique().tolist():
+        mine = (entries == entry).nonzero().flatten()
+        strength, first, second, code = scalars[entry].tolist()
+        new.index_copy_(0, mine, installed.edited(int(code), rows.index_select(0, mine), pool[entry].float(), strength, (first, second)))
+    return new, (_bits(new) != _bits(rows)).any(1)
+
+
 def _numbers(name: str, entries: torch.Tensor, scalars: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The family's scalars in their order, each float32 `[n, 1]`."""
-    named = scalars.index_select(0, entries)[:, : len(FAMILIES[PLACE[name]].scalars)]
+    named = scalars.index_select(0, entries)[:, : len(EVERY[PLACE[name]].scalars)]
     return tuple(named.split(1, dim=1))
 
 
@@ -120,6 +131,7 @@ REWRITES: dict[str, Rewrite] = {
     "feature": _feature,
 }
 SHIFTS: dict[str, Shift] = {"add": _add}
+_FORMULAS = {**REWRITES, INSTALLED.name: _installed}
 _ADD = PLACE["add"]
 _BITS = {2: torch.int16, 4: torch.int32}
 #: From so many tokens on an int64 index is worth its conversion: torch adds by it twice as fast.
@@ -320,7 +332,7 @@ def _edit(
 ) -> None:
     """`entries`: `[families, n, depth]` of the tokens `[n]`."""
     named = [
-        (family, mine) for family, mine, count in zip(FAMILIES, entries, entries.flatten(1).count_nonzero(1).tolist(), strict=True) if count
+        (family, mine) for family, mine, count in zip(EVERY, entries, entries.flatten(1).count_nonzero(1).tolist(), strict=False) if count
     ]
     if any(family.effect == "rewrite" for family, _ in named):
         live = [(family, _live(family, mine, scalars)) for family, mine in named]
@@ -364,7 +376,7 @@ def _rewrite(
         for family, entries in live:
             part = entries.index_select(0, block)
             if family.effect == "rewrite":
-                rows = _rewritten(REWRITES[family.name], rows, part, acted, pool, scalars)
+                rows = _rewritten(_FORMULAS[family.name], rows, part, acted, pool, scalars)
             elif bool(part.any()):
                 rows += _total(SHIFTS[family.name], part, pool, scalars)
         done[block[acted]] = True

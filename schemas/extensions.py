@@ -75,15 +75,30 @@ class ReaderTerms(Published):
         return self.row_bytes + sum(per * int(options[name]) for name, per in self.grows.items())
 
 
+#: Numbers of an installed op.
+MAX_OP_OPTIONS = 2
+
+
+class OpTerms(Published):
+    """What an op declares."""
+
+    vector: bool = False  # it takes one, `[hidden_size]`
+    options: dict[str, Option] = {}  # floats, at most `MAX_OP_OPTIONS`; in this order they are its numbers
+    about: str = ""
+
+
 class Extension(Published):
     """An extension that a model's ranks have loaded, all in the same version."""
 
-    kind: Literal["reader"]
+    kind: Literal["reader", "op"]
     name: str  # as requests name it
     package: str
     version: str  # of the package
     digest: str  # SHA-256 of the package's files
     reader: ReaderTerms | None = None
+    op: OpTerms | None = None
+    code: int = 0  # of an op: what entries of its steering hold; follows from its name and digest
+    refused: str = ""  # why requests cannot use it here
     checked: list[str] = []  # what was found to hold at the start, with random rows
 
 

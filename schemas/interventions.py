@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 #: What a steering entry does to a row s at its hook, as users write it.
 SteeringOp = Literal["replace", "lowrank", "add", "ablate", "clamp"]
 #: What the ops are to the ranks: an op may have variants, such as `add_matched`, which is `add` with `norm_match`.
-Family = Literal["replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp", "feature"]
+Family = Literal["replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp", "feature", "installed"]
 #: `rewrite`: reads the row s and gives a new one. `shift`: gives something to be added that does not depend on s.
 #: A token that a rewrite changes is computed in float32 from the stream to the last family, and rounded once. A token that
 #: is only shifted never leaves the model's dtype if there is one shift; several are summed in float32 and added in one operation.
@@ -216,11 +216,22 @@ FAMILIES: tuple[Intervention, ...] = (
         numbers=(_STRENGTH, Number("target", _STREAM), Number("bias"), Number("threshold")), sums=True, fields=("sae", "feature", "value"),
     ),
 )  # fmt: skip
+#: A function of another package, on CPUs alone: kernels of accelerators know nothing of it. After all others.
+INSTALLED = Intervention(
+    "installed", "replace", "rewrite",
+    "s + strength · (op(s) − s), with the operator's own op",
+    "s ← s + strength · (op_code(s, v0, first, second) − s); strength = 1 gives the op's bits",
+    "see docs/extending.md",
+    flag="extension", numbers=(_STRENGTH, Number("first"), Number("second"), Number("code")), sums=True,
+    fields=("extension", "strength", "options"),
+)  # fmt: skip
+#: All that an entry may be, in order. A CPU's sites have a row for each; those of accelerators for `FAMILIES`.
+EVERY: tuple[Intervention, ...] = (*FAMILIES, INSTALLED)
 #: Those whose tensors and numbers are fields of a steering entry, or of a patch.
 PLAIN: tuple[Intervention, ...] = tuple(family for family in FAMILIES if not family.fields)
-#: Name → place in `FAMILIES`, which is also its row of the ranks' `site_rows`.
-PLACE: dict[str, int] = {family.name: place for place, family in enumerate(FAMILIES)}
-FAMILY: dict[Family, Intervention] = {family.name: family for family in FAMILIES}
+#: Name → place in `EVERY`, which is also its row of the ranks' `site_rows`.
+PLACE: dict[str, int] = {family.name: place for place, family in enumerate(EVERY)}
+FAMILY: dict[Family, Intervention] = {family.name: family for family in EVERY}
 #: Op → the family that it is, and its variants.
 VARIANTS: dict[SteeringOp, tuple[Intervention, ...]] = {
     op: tuple(family for family in PLAIN if family.op == op) for op in get_args(SteeringOp)

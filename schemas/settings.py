@@ -99,7 +99,7 @@ class Settings(Record):
     sae_dir: str = ""  # folder below which sparse autoencoders may be registered, at the same path on API and worker machines; empty: none
     sae_cache_mib: Count = 4096  # weights of sparse autoencoders that each rank keeps loaded; jobs that need more wait
 
-    extensions: str = ""  # installed packages whose readers are loaded, separated by commas; others that are installed are not
+    extensions: str = ""  # installed packages whose readers and ops are loaded, separated by commas; others that are installed are not
     certify: bool = True  # prove the hook points on the loaded model before its first request; false: a caveat says that they are unproven
 
     # The data plane

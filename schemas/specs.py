@@ -12,7 +12,7 @@ from .base import Record
 from .dtypes import ITEM_BYTES, RowDType
 from .images import ImageSpan
 from .interventions import FAMILY, MEANINGS, Family, SteeringOp
-from .limits import MAX_CONSUMERS, MAX_ENTRIES, MAX_HOOKS, MAX_POSITIONS, MAX_TAG, Count, Index, Name, Reference
+from .limits import MAX_CONSUMERS, MAX_ENTRIES, MAX_HOOKS, MAX_OPTIONS, MAX_POSITIONS, MAX_TAG, Count, Index, Name, Reference
 from .loras import LoraUse
 from .probes import StoredProbe
 from .readings import Reading
@@ -46,6 +46,8 @@ Layout = Literal["auto", "packed", "per_file", "segment"]
 #: Consumers of the rows, by name: `filesystem`, `memory`, `logging`, and any installed ones.
 Consumers = Annotated[list[Name], msgspec.Meta(min_length=1, max_length=MAX_CONSUMERS)]
 DEFAULT_CONSUMERS = ("filesystem",)
+#: A number of an installed op.
+OpNumber = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 #: The consumer of rows that probes score: users cannot name it.
 PROBED = "probes"
 LAYERS_AND_HOOKS = "give either `hooks` or `hook` with `layers`, not both"
@@ -118,6 +120,8 @@ class SteeringSpec(Record):
     heads: HeadSelector | None = None  # of a hook that has heads: only these are edited, and tensors may be as wide as one head
     sae: Reference | None = None  # the name of a sparse autoencoder
     feature: Index | None = None  # its number; required with `sae`
+    extension: Reference | None = None  # an installed op; with `layers`, `hook`, `positions`, `strength`, its `options` and its `vector`
+    options: Annotated[dict[Name, OpNumber], msgspec.Meta(max_length=MAX_OPTIONS)] | None = None  # of that op
     value: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = (
         None  # in units of its activation; required with `sae` for `clamp` and `add`
     )

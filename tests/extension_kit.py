@@ -5,6 +5,31 @@ from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "extension"
 
+#: `along` doubles what a row has in a direction; `unruly` does what its number says.
+OPS = """
+
+class Along:
+    vector = True
+
+    def edit(self, rows, vector):
+        unit = vector / np.linalg.norm(vector)
+        return rows + (rows @ unit)[:, None] * unit[None]
+
+class UnrulyOp:
+    options = {"mood": Option(default=0.0)}
+
+    def edit(self, rows, vector, mood):
+        if mood == 1:
+            raise ValueError("no such luck")
+        if mood == 2:
+            return rows[:, :1]
+        if mood == 3:
+            return rows / np.float32(0)
+        if mood == 4:
+            sys.exit(2)
+        return rows + np.float32(1)
+"""
+
 #: `unruly`: raises, hangs, or answers otherwise than declared, as its option says.
 UNRULY = '''
 import sys
@@ -58,4 +83,5 @@ def install_example(folder: Path) -> Path:
 
 
 def install_unruly(folder: Path) -> Path:
-    return install(folder, "unruly", "0.1", {"unruly.py": UNRULY}, "[midstream.readers]\nunruly = unruly:Unruly\n")
+    entries = "[midstream.readers]\nunruly = unruly:Unruly\n[midstream.ops]\nalong = unruly:Along\nunruly = unruly:UnrulyOp\n"
+    return install(folder, "unruly", "0.1", {"unruly.py": UNRULY + OPS}, entries)

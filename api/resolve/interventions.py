@@ -109,6 +109,14 @@ def _data(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
         raise ValueError(f"has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at most {limit_of(bounds):.3g}")
 
 
+def check_vector(spec: SteeringSpec, bounds: Bounds) -> None:
+    """Raises ValueError for a vector of another size, with a number that is not finite, or beyond the model's dtype."""
+    _shape("vector", spec, bounds)
+    _data("vector", spec, bounds)
+    if spec.vector is not None and not (largest := _largest(spec.vector)) <= limit_of(bounds):
+        raise ValueError(f"has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at most {limit_of(bounds):.3g}")
+
+
 def _largest(tensor: Tensor) -> float:
     return float(np.max(np.abs(to_numpy(tensor)).astype(np.float64), initial=0.0))
 

@@ -20,6 +20,7 @@ from ...schemas.steering import GlobalSteering, Module, SteeringTemplate
 from ...schemas.tensors import Tensor
 from .captures import Bounds, apply_rules, positions_of_each
 from .features import NONE, Named, plain_spec, resolve_feature
+from .installed_ops import check_alone, resolve_installed
 from .interventions import check_limit, limit_of, reach_of, resolve_entry
 from .model_state import NOTHING, ModelState, unknown_module
 from .patches import resolve_patches
@@ -200,6 +201,10 @@ def _entry_of(
     spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: Named
 ) -> tuple[SteeringTemplate, list[PositionSelector]]:
     """An entry other than a module, and its positions in each prompt."""
+    if spec.extension is not None:
+        return resolve_installed(spec, bounds, at, blobs)
+    if spec.options is not None:
+        raise invalid(f"{at}.options", "is not valid without `extension`, the installed op that they belong to")
     plain = plain_spec(spec, features)
     if plain.sae is not None:
         return resolve_feature(spec, bounds, at, blobs, features)
@@ -237,6 +242,7 @@ def resolve_module(specs: Sequence[SteeringSpec], model: ModelInfo, features: Na
             raise invalid(f"steering[{index}].module", "a module cannot refer to another module: give its entries")
         if spec.positions == []:
             raise invalid(f"steering[{index}].positions", NO_POSITION)
+        check_alone(spec, f"steering[{index}]")
         entries.append(_entry_of(spec, Bounds(model, []), f"steering[{index}]", blobs, features)[0])
     _check_room([_anywhere(entry) for entry in entries], "", model)
     return Content(entries, [reach_of(plain_spec(spec, features)) for spec in specs], blobs)
@@ -251,6 +257,7 @@ def resolve_everyone(specs: Sequence[SteeringSpec], model: ModelInfo, model_stat
     listed = 0
     for index, spec in enumerate(specs):
         at = f"steering[{index}]"
+        check_alone(spec, at)
         place = f"{at}.positions" if spec.module is None or spec.positions is not None else f"{at}.module"
         for part in _parts(spec, bounds, at, model_state, blobs):
             entry = _at_scale(part.entry, part.scale, spec.positions)

@@ -24,9 +24,9 @@ ENGINES = {"v1", "cached", "v2", "compiled"}
 SHARING = tuple(
     f"test_{name}.py"
     for name in (
-        "attention", "block_keys", "capture_rows", "global_order", "graded_tokens", "inside", "interventions", "lens", "lora", "modes",
-        "executed", "features", "patching", "patching_cells", "prefix_cache", "probes", "non_finite", "rank_calls", "readers", "reentry",
-        "steering_rows", "token_ranges",
+        "attention", "block_keys", "capture_rows", "global_order", "graded_tokens", "inside", "installed_ops", "interventions",
+        "lens", "lora", "modes", "executed", "features", "patching", "patching_cells", "prefix_cache", "probes", "non_finite",
+        "rank_calls", "readers", "reentry", "steering_rows", "token_ranges",
     )
 )  # fmt: skip
 
@@ -89,22 +89,31 @@ def nursery(nurseries: Callable[[str], Nursery]) -> Nursery:
     return nurseries("v1")
 
 
+#: Packages that the engines load which have `with_extensions`.
+EXTENSIONS = "row_geometry, unruly"
+
+
+def with_extensions(site: Path) -> dict[str, str]:
+    """Environment of an engine beside which packages with readers and ops are installed."""
+    install_unruly(install_example(site))
+    return {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 @pytest.fixture(scope="session")
 def v1(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """Eager, v1 runner, steps of at most 64 tokens: prompts longer than that are prefilled in chunks. Packages with readers."""
-    site = install_unruly(install_example(tmp_path_factory.mktemp("site")))
+    """Eager, v1 runner, steps of at most 64 tokens: prompts longer than that are prefilled in chunks. Packages with extensions."""
     directory = tmp_path_factory.mktemp("v1")
     host = Host(
         directory,
         llama,
-        {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])},
+        with_extensions(tmp_path_factory.mktemp("site")),
         lens_dir=str(directory),
         max_num_batched_tokens=64,
         enable_prefix_caching=False,
         steering_rows=4,
         fault="rpc",
         hooks="all,inside",
-        extensions="row_geometry, unruly",
+        extensions=EXTENSIONS,
     )
     yield host
     host.close()
@@ -158,7 +167,16 @@ def overlapped(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="session")
 def compiled(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """torch.compile (inductor on CPU), v1 runner."""
-    host = Host(tmp_path_factory.mktemp("compiled"), llama, enforce_eager=False, max_num_batched_tokens=64, fault="rpc", hooks="all,inside")
+    host = Host(
+        tmp_path_factory.mktemp("compiled"),
+        llama,
+        with_extensions(tmp_path_factory.mktemp("site")),
+        enforce_eager=False,
+        max_num_batched_tokens=64,
+        fault="rpc",
+        hooks="all,inside",
+        extensions=EXTENSIONS,
+    )
     yield host
     host.close()
 

@@ -21,7 +21,8 @@ from midstream.schemas.models import ModelInfo
 from midstream.schemas.readings import StoredReader
 from midstream.schemas.settings import SettingsError
 from midstream.schemas.specs import StoredCapture
-from midstream.workers.runner.extensions import ExtensionError, LoadedReader, agreed, check_installed, digest, load, named, offered
+from midstream.workers.runner.extensions import ExtensionError, agreed, check_installed, digest, named, offered, trusted
+from midstream.workers.runner.installed_readers import LoadedReader, load_readers
 
 HIDDEN, LAYERS = 8, 4
 Site = Callable[..., None]
@@ -39,7 +40,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def loaded(*packages: str) -> dict[str, LoadedReader]:
-    return load(packages, HIDDEN, LAYERS, ["pre_attn", "post_block"])
+    return load_readers(trusted(packages), HIDDEN, LAYERS, ["pre_attn", "post_block"])
 
 
 def other(site: Path, body: str, name: str = "other", entry: str = "other:Other") -> None:
@@ -68,7 +69,7 @@ def test_facts_name_package_version_code_and_terms(site: Path) -> None:
 
 
 def test_digest_covers_all_files_of_a_package_but_compiled_ones(site: Path) -> None:
-    (offer,) = (offer for offer in offered() if offer.package == "row-geometry")
+    (offer,) = (offer for offer in offered() if offer.name == "row-geometry")
     before = digest(offer)
     (site / "row_geometry" / "__pycache__").mkdir(exist_ok=True)
     (site / "row_geometry" / "__pycache__" / "x.pyc").write_bytes(b"1")

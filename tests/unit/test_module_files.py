@@ -14,7 +14,7 @@ from safetensors.numpy import save
 from midstream.schemas import module_files
 from midstream.schemas.blobs import encode_safetensors
 from midstream.schemas.dtypes import ITEM_BYTES, DType
-from midstream.schemas.interventions import FAMILY, STEERING_FIELDS
+from midstream.schemas.interventions import FAMILY, INSTALLED, STEERING_FIELDS
 from midstream.schemas.module_files import MAX_ENTRIES, SHAPES, SHARED, of_sites, specs_of, to_bytes
 from midstream.schemas.specs import SteeringSpec
 from midstream.schemas.steering import Entries
@@ -111,7 +111,15 @@ def test_each_tensor_of_a_file_lies_at_a_multiple_of_its_elements_size() -> None
 
 
 def test_the_file_format_covers_every_entry_field() -> None:
-    named = {"layers", "hook", "module", *SHARED, *SHAPES, *FAMILY["feature"].fields}  # a file has its vectors, and names nothing
+    named = {
+        "layers",
+        "hook",
+        "module",
+        *SHARED,
+        *SHAPES,
+        *FAMILY["feature"].fields,
+        *INSTALLED.fields,
+    }  # a file has its vectors, and names nothing
     assert named == set(SteeringSpec.__struct_fields__)
     assert next(found.max_length for found in Entries.__metadata__) == MAX_ENTRIES
 

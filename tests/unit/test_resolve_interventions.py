@@ -15,7 +15,7 @@ from midstream.api.resolve.steering import resolve_edits
 from midstream.schemas.base import from_msgpack, to_json, to_msgpack
 from midstream.schemas.dtypes import DTYPES
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.interventions import FAMILIES, MAX_RANK, NO_LIMIT, STEERING_FIELDS, VARIANTS, Family, SteeringOp
+from midstream.schemas.interventions import EVERY, FAMILIES, MAX_RANK, NO_LIMIT, STEERING_FIELDS, VARIANTS, Family, SteeringOp
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.selectors import HOOKS, STREAM_HOOKS
 from midstream.schemas.specs import SteeringSpec, StoredSteering
@@ -234,7 +234,7 @@ def test_what_one_request_needs_must_fit_the_workers_tables() -> None:
 
 
 def test_the_table_has_a_row_for_every_op_and_family() -> None:
-    assert [family.name for family in FAMILIES] == list(get_args(Family))
+    assert [family.name for family in EVERY] == list(get_args(Family))
     assert [variants[0].name for variants in VARIANTS.values()] == list(get_args(SteeringOp))
     assert all(family.flag for variants in VARIANTS.values() for family in variants[1:])
     fields = SteeringSpec.__struct_fields__

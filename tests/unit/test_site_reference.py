@@ -50,7 +50,7 @@ def test_the_reference_has_the_property(sentence: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", PLACE)
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES])
 def test_the_kit_detects_a_slightly_wrong_row(name: str, dtype: torch.dtype) -> None:
     numbers = {"replace": (0.5,), "replace_masked": (0.5,), "add_matched": (0.1,), "ablate": (1.0,), "clamp": (1.0, 50.0, 60.0)}
     does = Does(torch.randn(1, WIDTH), numbers.get(name, ()))

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from ...schemas.banks import asked_hooks
 from ...schemas.dtypes import ITEM_BYTES
-from ...schemas.interventions import FAMILIES, MAX_RANK, SCALARS
+from ...schemas.interventions import EVERY, FAMILIES, MAX_RANK, SCALARS
 from ...schemas.ring import Ring, plan_queue, plan_ring
 from ...schemas.selectors import HOOKS, Hook
 from ...schemas.settings import Settings
@@ -247,7 +247,11 @@ def buffers(model: Model, settings: Settings, sites: int, ring: Ring | None, *, 
         ),
         "pool": (entries * width, "vectors of steering configurations", "steering_entries"),
         "scalars": (entries * SCALARS * 4, "their numbers", "steering_entries"),
-        "site_rows": (sites * len(FAMILIES) * (1 + rows) * 4, "which vectors a configuration uses at each site", "steering_rows"),
+        "site_rows": (
+            sites * len(FAMILIES if gpu else EVERY) * (1 + rows) * 4,
+            "which vectors a configuration uses at each site",
+            "steering_rows",
+        ),
         "plan": (sites * PLAN_COLUMNS * 4, "what each site does in a step", "hooks"),
         "lists": ((1 if gpu else (2 * sites + 1) * capacity) * 4, "tokens that each site reads", "max_num_batched_tokens"),
         "token_rows": (capacity * ROWS_PER_TOKEN * 4, "configurations of each token", "max_num_batched_tokens"),

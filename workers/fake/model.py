@@ -18,7 +18,7 @@ from ...schemas.specs import StoredSteering
 from ...schemas.version import __version__
 from ..engine.saes import served
 from ..runner.consumers import available
-from ..runner.extensions import LoadedReader
+from ..runner.installed_readers import LoadedReader
 
 NUM_LAYERS = 4
 HIDDEN_SIZE = 8

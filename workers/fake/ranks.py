@@ -22,8 +22,8 @@ from ...storage.store import open_store
 from ..engine.collective import check_apply_results
 from ..engine.identity import BOOT
 from ..engine.protocol import EngineRequest
-from ..runner.extensions import LoadedReader
 from ..runner.finished import FinishedCapture
+from ..runner.installed_readers import LoadedReader
 from ..runner.layouts import StoreConfig
 from ..runner.watches import Watch
 from ..runner.writer import BOOT_DIGITS, WriteJob, Writer

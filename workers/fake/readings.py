@@ -9,16 +9,16 @@ from ...schemas.errors import MidstreamError
 from ...schemas.readings import FeaturesPart, LensPart, StoredFeatures, StoredLens, StoredReader
 from ...schemas.selectors import HOOKS
 from ...schemas.settings import Settings
-from ..runner.extensions import ExtensionError, LoadedReader, load, named
+from ..runner.extensions import ExtensionError, named, trusted
 from ..runner.finished import FinishedCapture, Outcome, ReadingError
-from ..runner.installed_readers import InstalledReaders
+from ..runner.installed_readers import InstalledReaders, LoadedReader, load_readers
 from .model import HIDDEN_SIZE, NUM_LAYERS, VOCABULARY
 
 
 def loaded(settings: Settings) -> dict[str, LoadedReader]:
     """Installed readers, as a rank loads them. Raises MidstreamError."""
     try:
-        return load(named(settings.extensions), HIDDEN_SIZE, NUM_LAYERS, HOOKS)
+        return load_readers(trusted(named(settings.extensions)), HIDDEN_SIZE, NUM_LAYERS, HOOKS)
     except ExtensionError as error:
         raise MidstreamError("engine_failed", str(error)) from error
 

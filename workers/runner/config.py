@@ -16,7 +16,7 @@ from ...schemas.attention import AttentionKind
 from ...schemas.banks import RowShape
 from ...schemas.base import Record, from_json, to_json
 from ...schemas.extensions import Extension
-from ...schemas.interventions import FAMILIES, SCALARS
+from ...schemas.interventions import EVERY, SCALARS
 from ...schemas.version import __version__
 
 KEY = "midstream"
@@ -90,7 +90,7 @@ class PlaneConfig(Record):
 
     def layout(self) -> dict[str, Any]:
         """For `additional_config`: what a compiled graph depends on."""
-        kernels = (tuple(family.name for family in FAMILIES), SCALARS, COLUMNS, ROWS_PER_TOKEN, Planned._fields)
+        kernels = (tuple(family.name for family in EVERY), SCALARS, COLUMNS, ROWS_PER_TOKEN, Planned._fields)
         shapes = (self.hooks, self.inside, self.steering_rows, self.steering_entries, self.step_tokens, self.step_rows, kernels)
         return {KEY: {"version": self.version, "buffers": str(shapes), "code": traced_code()}}
 

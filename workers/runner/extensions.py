@@ -1,58 +1,36 @@
-"""Extensions of a rank: finds what installed packages offer, loads what the operator named, and compares it with what it declares.
+"""Extensions of a rank: finds what installed packages offer, and loads what the operator named.
 
-A package offers a reader by an entry point of the group `midstream.readers`: its name is the reader's, its object a class or
-function that is called without arguments, once per process, and gives a `ReaderCode`. Nothing of a package is imported unless
-the setting `extensions` names the package. See `docs/extending.md`.
+A package offers a reader by an entry point of the group `midstream.readers`, an op by one of `midstream.ops`. The entry's object is a
+class or function that is called without arguments, once per process, and gives a `ReaderCode` (`installed_readers`) or an `OpCode`
+(`installed_ops`). Nothing of a package is imported unless the setting `extensions` names the package. See `docs/extending.md`.
 """
 
 import hashlib
 import importlib.util
-import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from ...schemas.errors import MidstreamError
-from ...schemas.extensions import Extension, Option, ReaderTerms, Rows
-from ...schemas.readings import Array
+from ...schemas.extensions import Extension, OpTerms, ReaderTerms
 from ...schemas.settings import SettingsError
-from .apart import Apart
 
-logger = logging.getLogger(__name__)
+Terms = TypeVar("Terms", ReaderTerms, OpTerms)
 
 #: Entry point group → kind of extension.
-GROUPS = {"midstream.readers": "reader"}
-#: Seconds that an installed reader may take for a request's rows: a writer thread waits.
-PATIENCE_S = 5.0
+GROUPS = {"midstream.readers": "reader", "midstream.ops": "op"}
 #: Files and bytes of a package whose digest is taken, at most.
 MAX_FILES, MAX_BYTES = 10_000, 256 << 20
-#: Rows of the check at the start: positions of each call.
-_CHECKED_POSITIONS = (1, 5)
-_SEED = 17
 
 
 class ExtensionError(Exception):
     """An extension that the operator named cannot be served, with its name and the reason."""
-
-
-class ReaderCode(Protocol):
-    """An installed reader. `ReaderTerms` has the meaning of what it declares; all but `returns` may be left out."""
-
-    returns: Mapping[str, str]
-    row_bytes: int
-    fixed_bytes: int
-    grows: Mapping[str, int]
-    options: Mapping[str, Option]
-
-    def read(self, rows: Rows) -> Mapping[str, np.ndarray]:
-        """The arrays that `returns` names. One call at a time; what it raises fails the request."""
 
 
 class Offer(NamedTuple):
@@ -63,6 +41,9 @@ class Offer(NamedTuple):
     package: str
     version: str
     entry: EntryPoint
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name} of {self.package} {self.version}"
 
 
 def normal(package: str) -> str:
@@ -142,13 +123,13 @@ def digest(offer: Offer) -> str:
     except (ImportError, ValueError):
         spec = None
     if spec is None:
-        raise ExtensionError(f"{offer.kind} {offer.name} of {offer.package}: there is no module {top}")
+        raise ExtensionError(f"{offer}: there is no module {top}")
     roots = [Path(each) for each in spec.submodule_search_locations or []]
     files = [(root, path) for root in roots for path in sorted(root.rglob("*")) if path.is_file() and _counts(path)]
     if not roots and spec.origin is not None:
         files = [(Path(spec.origin).parent, Path(spec.origin))]
     if len(files) > MAX_FILES or sum(path.stat().st_size for _, path in files) > MAX_BYTES:
-        raise ExtensionError(f"{offer.kind} {offer.name} of {offer.package}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of code")
+        raise ExtensionError(f"{offer}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of code")
     total = hashlib.sha256()
     for root, path in files:
         content = path.read_bytes()
@@ -160,107 +141,26 @@ def _counts(path: Path) -> bool:
     return path.suffix not in (".pyc", ".pyo") and "__pycache__" not in path.parts
 
 
-@dataclass(frozen=True)
-class LoadedReader:
-    """A reader that passed its check."""
-
-    facts: Extension
-    terms: ReaderTerms
-    apart: Apart[Rows, dict[str, Array]]
-
-    def read(self, rows: Rows) -> dict[str, Array]:
-        """Raises what the reader raises, LateError, and ValueError for an answer that it has not declared."""
-        return self.apart.ask(rows)
+def code_of(offer: Offer) -> Any:
+    """What the entry point names, made. Raises ExtensionError for anything that is raised."""
+    try:
+        return offer.entry.load()()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module that calls sys.exit() must not end the rank
+        raise ExtensionError(f"{offer}: {error!r}") from error
 
 
-def load(packages: Iterable[str], hidden_size: int, num_layers: int, hooks: Sequence[str]) -> dict[str, LoadedReader]:
-    """The readers of trusted packages by name, each tried with random rows of the model's shape. Raises ExtensionError."""
-    found = {}
-    for offer in trusted(list(packages)):
-        what = f"{offer.kind} {offer.name} of {offer.package} {offer.version}"
-        try:
-            loaded = _loaded(offer)
-            _check(loaded, hidden_size, num_layers, hooks)
-        except (ExtensionError, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # a module that calls sys.exit() must not end the rank
-            raise ExtensionError(f"{what}: {error if isinstance(error, ValueError) else repr(error)}") from error
-        logger.info("%s is loaded, code %s", what, loaded.facts.digest[:12])
-        found[offer.name] = loaded
-    return found
-
-
-def _loaded(offer: Offer) -> LoadedReader:
-    code = digest(offer)
-    make: Callable[[], ReaderCode] = offer.entry.load()
-    reader = make()
-    declared = {name: getattr(reader, name) for name in ReaderTerms.__struct_fields__ if hasattr(reader, name)}
-    terms: ReaderTerms = msgspec.convert({"about": _first_line(reader), **declared}, ReaderTerms)
-    for name, option in terms.options.items():
+def declared(code: object, terms: type[Terms]) -> Terms:
+    """What the code declares. Raises ValueError."""
+    about = next(iter((type(code).__doc__ or "").strip().splitlines()), "")
+    given = {name: getattr(code, name) for name in terms.__struct_fields__ if hasattr(code, name)}
+    made = msgspec.convert({"about": about, **given}, terms)
+    for name, option in made.options.items():
         option.checked(option.default)
-        if not (name.isidentifier() and not name.startswith("_")):
+        if not name.isidentifier() or name.startswith("_"):
             raise ValueError(f"option {name!r} is not a name")
-    for name in terms.grows:
-        if not isinstance(terms.options[name].default, int) or terms.options[name].high is None:
-            raise ValueError(f"grows: {name} is not an integer option with an upper limit")
-    facts = Extension(
-        kind="reader", name=offer.name, package=offer.package, version=offer.version, digest=code, reader=terms,
-        checked=["answers as declared", "same rows, same answer", "input unchanged"],
-    )  # fmt: skip
-
-    def read(rows: Rows) -> dict[str, Array]:
-        return _arrays(reader.read(rows), terms, rows)
-
-    return LoadedReader(facts, terms, Apart(f"reader {offer.name}", read, PATIENCE_S, "request"))
-
-
-def _first_line(reader: object) -> str:
-    return next(iter((type(reader).__doc__ or "").strip().splitlines()), "")
-
-
-def _arrays(told: Any, terms: ReaderTerms, rows: Rows) -> dict[str, Array]:
-    """The answer as it crosses the wire. Raises ValueError for one that is not as declared."""
-    if not isinstance(told, Mapping) or set(told) != set(terms.returns):
-        shown = sorted(map(str, told)) if isinstance(told, Mapping) else type(told).__name__
-        raise ValueError(f"returned {shown}, but declares the arrays {sorted(terms.returns)}")
-    found = {}
-    for name, dtype in terms.returns.items():
-        values = told[name]
-        if not isinstance(values, np.ndarray) or values.dtype != np.dtype(dtype):
-            shown = f"{values.dtype} array" if isinstance(values, np.ndarray) else type(values).__name__
-            raise ValueError(f"{name} is a {shown}, but is declared as an array of {dtype}")
-        raw = np.ascontiguousarray(values, dtype=np.dtype(dtype).newbyteorder("<"))
-        found[name] = (dtype, list(values.shape), raw)
-    size = sum(raw.nbytes for _, _, raw in found.values())
-    most = terms.fixed_bytes + len(rows.positions) * len(rows.sites) * terms.size(rows.options)
-    if size > most:
-        raise ValueError(f"returned {size} bytes for {len(rows.positions) * len(rows.sites)} rows, but declares at most {most}")
-    return {name: Array(dtype=dtype, shape=shape, data=raw.tobytes()) for name, (dtype, shape, raw) in found.items()}
-
-
-def _check(loaded: LoadedReader, hidden_size: int, num_layers: int, hooks: Sequence[str]) -> None:
-    """Random rows: the answer is as declared, the same again, and the rows are unchanged. Raises ValueError, or what the reader raises."""
-    generator = np.random.default_rng(_SEED)
-    sites = [(hook, layer) for hook in hooks[:2] for layer in sorted({0, num_layers - 1})]
-    options = {name: option.default for name, option in loaded.terms.options.items()}
-    for count in _CHECKED_POSITIONS:
-        values = {site: generator.standard_normal((count, hidden_size), dtype=np.float32) for site in sites}
-        answers = []
-        for _ in range(2):
-            rows = Rows(
-                sites={site: frozen(each.copy()) for site, each in values.items()},
-                positions=frozen(np.arange(count, dtype=np.int64)),
-                token_ids=frozen(np.arange(count, dtype=np.int64) + 1),
-                prompt_tokens=count,
-                options=dict(options),
-                num_layers=num_layers,
-            )
-            answers.append(loaded.read(rows))
-            for site, each in values.items():
-                if rows.sites.get(site) is None or rows.sites[site].tobytes() != each.tobytes():
-                    raise ValueError(f"changes its input: the rows of {site[0]}, layer {site[1]}")
-        if answers[0] != answers[1]:
-            raise ValueError("gives different answers for the same rows")
+    return made
 
 
 def frozen(array: np.ndarray) -> np.ndarray:

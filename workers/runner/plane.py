@@ -37,6 +37,7 @@ from .faults import Faults
 from .finite_check import NonFinite, precedes_edits, reason
 from .grading import Grading
 from .host_memory import HostMemoryError
+from .installed_ops import check_here
 from .model_state import RankState
 from .mover import Mover
 from .overload import Overload
@@ -539,6 +540,7 @@ class DataPlane:
                 raise ValueError(f"its steering takes {most} rows of the table at one token; at most {ROWS_PER_TOKEN} are allowed")
             for entry in (*spec.global_steering, *spec.steering):
                 self.rank_state.check_sites(entry.hook, entry.layers)
+                check_here([entry])
             tracked.holds(self._rows.acquire(self._step, wanted))
             if wanted:
                 self.actions.fold(self._step, "steer", *spec.ids, spec.digest)

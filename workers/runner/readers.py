@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from ...schemas.readings import StoredFeatures, StoredLens, StoredReader
-from .extensions import LoadedReader
 from .features import Features
 from .head import Head, NoHeadError
-from .installed_readers import InstalledReaders
+from .installed_readers import InstalledReaders, LoadedReader
 from .lens import Lens
 from .readings import Reader
 from .tuned_maps import TunedMaps

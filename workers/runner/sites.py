@@ -17,7 +17,7 @@ from torch import nn
 
 from ...kernels import pair_site, single_site
 from ...kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN
-from ...schemas.interventions import FAMILIES, SCALARS
+from ...schemas.interventions import EVERY, FAMILIES, SCALARS
 from ...schemas.selectors import Hook
 from .architectures import Adapter, UnsupportedArchitectureError, neighbours
 from .taps import Kind, Side
@@ -183,7 +183,7 @@ def buffers_of(sites: int, sizes: Sizes, hidden: int, dtype: torch.dtype, device
         lists=empty(sizes.lists),
         token_rows=empty(sizes.capacity, ROWS_PER_TOKEN),
         capture_slots=empty(sizes.patterns, sizes.capacity, fill=NO_SLOT),
-        site_rows=empty(sites, len(FAMILIES), 1 + sizes.configurations),
+        site_rows=empty(sites, len(EVERY if device.type == "cpu" else FAMILIES), 1 + sizes.configurations),
         pool=empty(1 + sizes.entries, hidden, dtype=dtype),
         scalars=empty(1 + sizes.entries, SCALARS, dtype=torch.float32),
         broken=empty(sizes.capacity),

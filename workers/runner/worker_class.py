@@ -15,6 +15,7 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 
 from ...broker.ops import logs
+from ...schemas.extensions import Extension
 from ...schemas.readings import StoredFeatures
 from ...schemas.selectors import INSIDE
 from ...schemas.source_runs import RunFiles
@@ -28,12 +29,14 @@ from .attention_kinds import attention_kinds
 from .certify import Certifier, Plan
 from .config import Found, Place, PlaneConfig, plane_config
 from .drafters import UnsupportedDrafterError, check_loaded
-from .extensions import ExtensionError, LoadedReader, load
+from .extensions import ExtensionError, trusted
 from .faults import Faults, answer, mislabelled, misplaced
 from .features import Features
 from .found import complete
 from .grading import tap
 from .inside import Group, install_inside
+from .installed_ops import load_ops
+from .installed_readers import LoadedReader, load_readers
 from .kv_blocks import CpuBlocks
 from .loras import Loras
 from .plane import DataPlane
@@ -129,8 +132,11 @@ class MidstreamWorker(PlatformWorker):
         place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group, stages=pp.world_size)
         enters = config.sweep_entry and not traced and "pre_attn" in hooks and enters_above(adapter)
         installed: dict[str, LoadedReader] = {}
+        ops: list[Extension] = []
         try:
-            installed = load(config.extensions, adapter.hidden_size, adapter.num_layers, hooks)
+            offers = trusted(config.extensions)
+            installed = load_readers(offers, adapter.hidden_size, adapter.num_layers, hooks)
+            ops = load_ops(offers, adapter.hidden_size, cpu=self.device.type == "cpu")
         except ExtensionError as error:
             self._found = msgspec.structs.replace(self._found, refused=self._found.refused or str(error))
         readers, readings = readers_of(
@@ -138,7 +144,7 @@ class MidstreamWorker(PlatformWorker):
             installed=installed,
             sites=[(site.hook, site.layer) for site in sites] if place.tp == 0 else [],
         )  # fmt: skip
-        extensions = [reader.facts for reader in installed.values()]
+        extensions = [*(reader.facts for reader in installed.values()), *ops]
         self._found = msgspec.structs.replace(self._found, enters=enters, readings=readings, extensions=extensions)
         gate = install_gate(loaded, adapter) if enters else None
         with threads_elsewhere(set(config.cores)):

@@ -1,4 +1,4 @@
-"""How far rows of the residual stream point in one direction, and which dimensions carry them (docs/extending.md)."""
+"""How rows of the residual stream grow and turn, and a limit to their length (docs/extending.md)."""
 
 import numpy as np
 
@@ -22,3 +22,14 @@ class RowGeometry:
         turn[:, 1:] = (unit[:, 1:] * unit[:, :-1]).sum(axis=-1)
         dimensions = np.argsort(-np.abs(held), axis=-1, kind="stable")[..., : rows.options["k"]]
         return {"norm": norm.astype(np.float32), "turn": turn.astype(np.float32), "dimensions": dimensions.astype(np.int32)}
+
+
+class NormCap:
+    """Rows longer than a limit, made as long as that."""
+
+    options = {"limit": Option(default=1000.0, low=0.0, about="norm, in units of the stream")}
+
+    def edit(self, rows: np.ndarray, vector: None, limit: float) -> np.ndarray:
+        """float32 `[n, hidden]`. Shorter rows are returned as they are, bit for bit."""
+        norm = np.linalg.norm(rows, axis=-1, keepdims=True)
+        return np.where(norm > limit, rows * (limit / np.maximum(norm, 1e-30)), rows).astype(np.float32)

@@ -1,0 +1,34 @@
+"""Installed ops: functions of other packages that rewrite rows at a site, on CPUs. See `docs/extending.md`.
+
+A site knows an op by its code, a number that its pool entry holds. What an op does wrong becomes rows that are not finite, which fail
+their request as any such rows do, and no other.
+"""
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+
+#: (rows float32 `[n, hidden_size]`, read-only; vector float32 `[hidden_size]`; two numbers) → new rows of the same shape and dtype.
+Edit = Callable[[np.ndarray, np.ndarray, tuple[float, float]], np.ndarray]
+
+#: Of this process: code → the op. Filled before the first forward pass.
+OPS: dict[int, Edit] = {}
+
+
+def edited(code: int, rows: torch.Tensor, vector: torch.Tensor, strength: float, numbers: tuple[float, float]) -> torch.Tensor:
+    """`s + strength · (op(s) − s)` for each row s of float32 `[n, hidden_size]`; with strength 1 the op's own bits. NaN where it fails."""
+    try:
+        given, along = rows.numpy(), vector.numpy()
+        given.flags.writeable = along.flags.writeable = False
+        new = np.array(OPS[code](given, along, numbers))
+        if new.shape != given.shape or new.dtype != np.float32:
+            raise TypeError(f"it returned {new.dtype} of shape {new.shape}, for float32 rows of shape {given.shape}")
+    except (Exception, SystemExit):
+        logger.exception("installed op %d failed: its rows become NaN", code)
+        return torch.full_like(rows, float("nan"))
+    found = torch.from_numpy(new)
+    return found if strength == 1.0 else rows + strength * (found - rows)

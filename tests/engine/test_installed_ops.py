@@ -1,0 +1,77 @@
+"""Installed ops on the real engine, eager and compiled: they edit their rows, and what one does wrong stays with its request."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from host import Host, capture_of, prompt_of
+from tiny import HIDDEN, LAYERS
+
+from midstream.schemas.jobs import Job
+from midstream.schemas.specs import SteeringSpec
+from midstream.schemas.tensors import from_numpy
+
+ALL = list(range(LAYERS))
+VECTOR = np.random.default_rng(5).normal(size=HIDDEN).astype(np.float32)
+SIDES = [capture_of(ALL, "all", "before"), capture_of(ALL, "all", "after", at="after")]
+
+
+def steered(host: Host, seed: int, *specs: dict[str, Any]) -> Job:
+    return host.job(prompt_of(20, seed=seed), capture=SIDES, steering=host.steering(*(SteeringSpec(**spec) for spec in specs)))
+
+
+@pytest.mark.parametrize("engine", ["v1", "compiled"])
+def test_ops_edit_their_rows_and_no_others(engine: str, request: pytest.FixtureRequest) -> None:
+    """A cap half as long as most rows, half of a doubling along a vector, a strength of 0, and a request beside them."""
+    host: Host = request.getfixturevalue(engine)
+    plain = host.job(prompt_of(20, seed=1), capture=SIDES)
+    host.run(plain)
+    limit = float(np.median(np.linalg.norm(host.capture(plain).array(1), axis=-1)))
+    cap = {"extension": "norm-cap", "layers": 1, "options": {"limit": limit}}
+    jobs = {
+        "cap": steered(host, 1, cap),
+        "along": steered(host, 2, {"extension": "along", "layers": [0], "vector": from_numpy(VECTOR), "strength": 0.5}),
+        "both": steered(host, 3, cap, {"op": "add", "layers": 1, "vector": from_numpy(VECTOR)}),
+        "nothing": steered(host, 1, cap | {"strength": 0.0}),
+        "beside": host.job(prompt_of(20, seed=1), capture=SIDES),
+    }
+    host.run_together(*jobs.values())
+    rows = {name: [host.capture(job, side) for side in (0, 1)] for name, job in jobs.items()}
+    before, after = (reader.array(1) for reader in rows["cap"])
+    norms = np.linalg.norm(before, axis=-1, keepdims=True)
+    np.testing.assert_allclose(after, np.where(norms > limit, before * limit / norms, before), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(after[norms[:, 0] < limit * 0.999], before[norms[:, 0] < limit * 0.999])
+    assert 0 < (norms > limit).sum() < len(norms)
+    before, after = (reader.array(0) for reader in rows["along"])
+    unit = VECTOR / np.linalg.norm(VECTOR)
+    np.testing.assert_allclose(after, before + 0.5 * (before @ unit)[:, None] * unit, rtol=1e-4, atol=1e-5)
+    before, after = (reader.array(1) for reader in rows["both"])
+    added = before + VECTOR
+    norms = np.linalg.norm(added, axis=-1, keepdims=True)
+    np.testing.assert_allclose(after, np.where(norms > limit, added * limit / norms, added), rtol=1e-5, atol=1e-5)
+    for layer in ALL:
+        np.testing.assert_array_equal(rows["nothing"][1].array(layer), rows["beside"][1].array(layer))
+        assert (rows["beside"][0].array(layer) == rows["beside"][1].array(layer)).all()
+    assert host.receipts(jobs["cap"])[0].applied == len(host.capture(jobs["cap"]).positions())
+
+
+def test_what_an_op_does_wrong_fails_its_request_alone(v1: Host) -> None:
+    def wrong(seed: int, mood: float) -> Job:
+        return v1.job(prompt_of(20, seed=seed), steering=v1.steering(SteeringSpec(extension="unruly", layers=1, options={"mood": mood})))
+
+    jobs = [wrong(seed, mood) for seed, mood in enumerate((1.0, 2.0, 3.0, 4.0), 10)]
+    good, beside = wrong(20, 0.0), v1.job(prompt_of(20, seed=1), capture=SIDES)
+    stale = wrong(21, 0.0)
+    entry = stale.steering[0][0]
+    entry.numbers[-1] += 1.0
+    v1.run(*jobs, good, beside, stale)
+    for job in jobs:
+        (receipt,) = v1.receipts(job)
+        assert (receipt.status, receipt.kind) == ("error", "intervention_failed"), receipt
+        assert "replace with extension" in receipt.message
+    (receipt,) = v1.receipts(stale)
+    assert (receipt.status, receipt.kind) == ("error", "intervention_failed")
+    assert "in another version" in receipt.message
+    assert v1.receipts(good)[0].status == "ok"
+    for layer in ALL:
+        assert np.isfinite(v1.capture(beside).array(layer)).all()
