@@ -62,7 +62,7 @@ def capture(client: Client, layer: int, rounds: int, tokens: int) -> Texts:
         sampling = {"max_tokens": tokens, "temperature": 1.0, "seed": number}
         result = client.run(model=model, prompts=asked, sampling=sampling, capture={"layers": layer, "positions": "all"})
         reader: CaptureReader = client.capture(result)
-        for request in reader.requests:
+        for request in reader.requests():
             found, said = reader.array(layer, request=request), reader.tokens(request)
             rows.append(found[SINK:])
             words += said[SINK:]
