@@ -172,7 +172,8 @@ class _Layer:
         """Path → linear module in the layer's attention, or outside of it."""
         within = {path.partition(".")[0] for path in self._attention if "." in path}
         within |= {name for name, _ in self._layer.named_children() if not within and _ATTENTION.search(name)}
-        linears = {path: part for path, part in self._parts.items() if isinstance(part, LinearBase) or _base(part) is not part}
+        outer = {path: part for path, part in self._parts.items() if not path.endswith(".base_layer")}  # LoRA calls what is around it
+        linears = {path: part for path, part in outer.items() if isinstance(_base(part), LinearBase)}
         return {path: part for path, part in linears.items() if (path.partition(".")[0] in within) == attention}
 
     def _experts(self) -> set[int]:
