@@ -62,7 +62,7 @@ class _Layer:
     def __init__(self, layer: nn.Module, group: Group) -> None:
         self._layer, self._group = layer, group
         self._parts = dict(layer.named_modules())
-        self._latent = any(isinstance(part, MLAAttention) for part in self._parts.values())
+        self._latent: Any = next((part for part in self._parts.values() if isinstance(part, MLAAttention)), None)
         self._attention = {path: part for path, part in self._parts.items() if isinstance(part, Attention)}
 
     # -- the hooks ---------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class _Layer:
         return Inner(module, "output", columns, self._query(self._attend().head_size).size if fused else 0)
 
     def z(self) -> Inner:
-        columns = self._query(self._attend().head_size_v)
+        columns = self._query(self._attend().head_size_v if self._latent is None else self._latent.v_head_dim)
         linears = {path: part for path, part in self._linears(attention=True).items() if _base(part).output_size == self._group.hidden_size}
         fitting = {path: part for path, part in linears.items() if _base(part).input_size == columns.row.size}
         module = _only(fitting, _OUTPUT, "output projection")
@@ -128,7 +128,7 @@ class _Layer:
     # -- what they are found by ---------------------------------------------------------------------------------------------
 
     def _attend(self) -> Any:
-        if self._latent:
+        if self._latent is not None:
             raise Missing("its keys and values are latent (MLA)")
         if len(self._attention) != 1:
             raise Missing("it has no attention" if not self._attention else f"it has {len(self._attention)} attentions")
@@ -141,7 +141,7 @@ class _Layer:
         return attention
 
     def _query(self, width: int) -> Columns:
-        heads, group = self._attend().num_heads, self._group
+        heads, group = (self._attend() if self._latent is None else self._latent).num_heads, self._group
         return Columns(RowShape(heads=heads * group.size, width=width), group.rank * heads * width, (group.rank + 1) * heads * width)
 
     def _keys(self, width: int) -> Columns:

@@ -178,7 +178,7 @@ SEAMS: tuple[Seam, ...] = (
         ("forward(query, key, value)", "num_heads", "num_kv_heads", "head_size", "head_size_v", "kv_sharing_target_layer_name"),
         "inside.py",
     ),
-    Seam("vllm.model_executor.layers.attention.mla_attention:MLAAttention", (), "inside.py"),
+    Seam("vllm.model_executor.layers.attention.mla_attention:MLAAttention", ("num_heads", "v_head_dim"), "inside.py"),
     Seam("vllm.model_executor.layers.attention", ("Attention", "ChunkedLocalAttention"), "attention_kinds.py"),
     Seam("vllm.v1.attention.backend", ("AttentionType",), "attention_kinds.py"),
     Seam("vllm.model_executor.layers.linear", ("ReplicatedLinear",), "quantisation.py, inside.py"),

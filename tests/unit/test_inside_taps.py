@@ -1,0 +1,131 @@
+"""Where hooks inside attention and MLP are found, in layers of vLLM's own module classes without weights."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+
+from midstream.schemas.banks import RowShape
+from midstream.schemas.selectors import INSIDE
+from midstream.workers.runner.inside import Group, find
+
+HIDDEN, HEADS, KEYS, WIDTH, NEURONS = 64, 4, 2, 16, 96
+DENSE = [hook for hook in INSIDE if hook != "router"]
+
+
+def bare(kind: type[nn.Module], **facts: Any) -> nn.Module:
+    """A module of this class that has these attributes, and no weights."""
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    for name, value in facts.items():
+        setattr(module, name, value)
+    return module
+
+
+def attention(tp: int = 1, **facts: Any) -> nn.Module:
+    keys = max(1, KEYS // tp)
+    own = {"num_heads": HEADS // tp, "num_kv_heads": keys, "head_size": WIDTH, "head_size_v": WIDTH, "kv_sharing_target_layer_name": None}
+    return bare(Attention, **(own | facts))
+
+
+def block(tp: int = 1, **facts: Any) -> nn.Module:
+    """Like Llama's attention."""
+    found = nn.Module()
+    found.attn = attention(tp, **facts)
+    sizes = [HEADS // tp * WIDTH, max(1, KEYS // tp) * WIDTH, max(1, KEYS // tp) * WIDTH]
+    found.qkv_proj = bare(
+        QKVParallelLinear, input_size=HIDDEN, output_size=sum(sizes) * tp, output_partition_sizes=sizes, total_num_kv_heads=KEYS
+    )
+    found.o_proj = bare(RowParallelLinear, input_size=HEADS * WIDTH, output_size=HIDDEN, input_is_parallel=True)
+    return found
+
+
+def layer(tp: int = 1, **facts: Any) -> nn.Module:
+    found = nn.Module()
+    found.self_attn, found.mlp = block(tp, **facts), nn.Module()
+    found.mlp.gate_up_proj = bare(MergedColumnParallelLinear, input_size=HIDDEN, output_size=2 * NEURONS)
+    found.mlp.down_proj = bare(RowParallelLinear, input_size=NEURONS, output_size=HIDDEN, input_is_parallel=True)
+    return found
+
+
+def located(made: nn.Module, rank: int = 0, tp: int = 1) -> tuple[dict[str, Any], dict[str, str]]:
+    found, absent = find([(0, made)], INSIDE, Group(rank, tp, HIDDEN))
+    return {hook: inners[0] for hook, inners in found.items()}, absent
+
+
+def test_a_layer_like_llamas_has_all_but_a_router() -> None:
+    made = layer()
+    found, absent = located(made)
+    assert list(found) == DENSE
+    assert absent == {"router": "layer 0: it has no experts"}
+    assert [found[hook].module for hook in ("q", "k", "v")] == [made.self_attn.attn] * 3
+    assert (found["z"].module, found["mlp_act"].module) == (made.self_attn.o_proj, made.mlp.down_proj)
+    assert (found["q_proj"].first, found["k_proj"].first, found["k_proj"].module) == (0, HEADS * WIDTH, made.self_attn.qkv_proj)
+    assert (found["z"].columns.row, found["k"].columns.row) == (RowShape(heads=HEADS, width=WIDTH), RowShape(heads=KEYS, width=WIDTH))
+    assert found["mlp_act"].columns.row == RowShape(heads=1, width=NEURONS)
+
+
+@pytest.mark.parametrize(("rank", "keys", "records"), [(0, (0, 16), True), (1, (0, 16), False), (2, (16, 32), True), (3, (16, 32), False)])
+def test_key_heads_that_ranks_share_are_recorded_by_the_first_of_them(rank: int, keys: tuple[int, int], records: bool) -> None:
+    """Four ranks with one query head each, over two key heads."""
+    found, _ = located(layer(4), rank, 4)
+    assert (found["k"].columns.start, found["k"].columns.stop, found["k"].columns.records) == (*keys, records)
+    assert (found["q"].columns.start, found["q"].columns.stop, found["q"].columns.records) == (16 * rank, 16 * rank + 16, True)
+    assert (found["mlp_act"].columns.start, found["mlp_act"].columns.stop) == (24 * rank, 24 * rank + 24)
+
+
+def test_what_lora_puts_around_a_projection_is_found_instead_of_it() -> None:
+    made = layer()
+    for holder, name in ((made.self_attn, "qkv_proj"), (made.self_attn, "o_proj"), (made.mlp, "down_proj")):
+        wrapper = nn.Module()
+        wrapper.base_layer = getattr(holder, name)
+        setattr(holder, name, wrapper)
+    found, _ = located(made)
+    assert list(found) == DENSE
+    assert (found["q_proj"].module, found["z"].module) == (made.self_attn.qkv_proj, made.self_attn.o_proj)
+    assert found["mlp_act"].module is made.mlp.down_proj
+
+
+def test_fused_experts_have_a_router_and_no_neurons() -> None:
+    made = layer()
+    made.mlp = nn.Module()
+    made.mlp.gate = bare(ReplicatedLinear, input_size=HIDDEN, output_size=8, params_dtype=None, out_dtype=None)
+    made.mlp.experts = bare(nn.Module, moe_config=SimpleNamespace(num_logical_experts=8))
+    found, absent = located(made)
+    assert absent == {"mlp_act": "layer 0: its experts are fused"}
+    assert (found["router"].module, found["router"].columns.row) == (made.mlp.gate, RowShape(heads=1, width=8))
+
+
+@pytest.mark.parametrize(
+    ("made", "lacking", "says"),
+    [
+        (layer(kv_sharing_target_layer_name="model.layers.0"), {"k", "v"}, "uses the keys and values of another layer"),
+        (layer(head_size_v=8), {"v"}, "another width"),
+        (nn.Module(), set(DENSE), ""),
+    ],
+    ids=["shared", "narrow values", "nothing"],
+)
+def test_what_is_not_there_is_absent_with_the_reason(made: nn.Module, lacking: set[str], says: str) -> None:
+    _, absent = located(made)
+    assert lacking <= absent.keys()
+    assert all(says in absent[hook] for hook in lacking)
+
+
+def test_latent_attention_has_no_heads_of_queries_and_keys() -> None:
+    made = layer()
+    made.self_attn.attn = bare(MLAAttention, num_heads=HEADS, v_head_dim=WIDTH)
+    found, absent = located(made)
+    assert found["z"].columns.row == RowShape(heads=HEADS, width=WIDTH)
+    assert all("latent" in absent[hook] for hook in ("q", "k", "v", "q_proj", "k_proj"))
+
+
+def test_layers_of_different_widths_leave_a_hook_out() -> None:
+    other = layer()
+    other.mlp.down_proj.input_size = 2 * NEURONS
+    found, absent = find([(0, layer()), (1, other)], INSIDE, Group(0, 1, HIDDEN))
+    assert "mlp_act" not in found
+    assert absent["mlp_act"] == "layer 1 has rows of another width than layer 0"
