@@ -75,7 +75,7 @@ def test_the_model_reports_how_its_layers_attend(engine: str, request: pytest.Fi
     }
 
 
-@pytest.mark.parametrize("engine", ["v1", "cached", "compiled", "tp2", "pp2"])
+@pytest.mark.parametrize("engine", ["v1", "cached", "v2", "compiled", "tp2", "pp2"])
 def test_patterns_are_transformers_on_every_engine(engine: str, llama: Path, qwen3: Path, request: pytest.FixtureRequest) -> None:
     """Of prompts in one batch, prefilled in chunks where steps are short; a second time with a cached prefix where there is one."""
     host: Host = request.getfixturevalue(engine)
