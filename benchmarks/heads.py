@@ -52,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lens", default=LENS, help=f"a Python with TransformerLens; default ${LENS_VARIABLE}, or what `make lens` made")
+    parser.add_argument("--theirs", nargs="+", default=list(SAME), choices=list(SAME))
     options = parser.parse_args()
     rates, values = defaultdict(list), {}
     off = 0.0
@@ -62,8 +63,10 @@ def main() -> None:
             for name, fields in SWEEPS.items():
                 seconds, values[name] = sweep(http, model, fields)
                 rates[name].append(values[name].size / seconds)
+                print(f"  {name}: {rates[name][-1]:.1f} cells/s", flush=True)
             script = Path(__file__).with_name("lens_heads.py")
-            told = subprocess.run([options.lens, str(script), "time"], capture_output=True, text=True, check=True).stdout
+            command = [options.lens, str(script), "time", "--only", *options.theirs]
+            told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             for line in filter(lambda line: line.startswith("{"), told.splitlines()):
                 theirs = json.loads(line)
                 rates[f"TransformerLens {theirs['name']}"].append(theirs["cells"] / theirs["seconds"])

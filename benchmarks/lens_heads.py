@@ -11,7 +11,7 @@ import argparse
 import importlib.metadata
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -246,7 +246,7 @@ def plain(model: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def timed(model: Path) -> None:
+def timed(model: Path, wanted: Sequence[str]) -> None:
     """Seconds of TransformerLens' head sweep: by its own function, one cell in a forward pass, and all heads of a layer in a batch; and of
     its direct paths. The clean run is part of each; loading the model is not.
     """
@@ -286,6 +286,8 @@ def timed(model: Path) -> None:
         return grid[SENDER[0] + 1 :]
 
     for name, call in (("naive", naive), ("batched", batched), ("direct", direct)):
+        if name not in wanted:
+            continue
         start = time.perf_counter()
         grid = call()
         values = np.asarray(grid, dtype=np.float64)
@@ -299,8 +301,9 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=["golden", "time"])
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--file", type=Path, default=GOLDEN)
+    parser.add_argument("--only", nargs="+", default=["naive", "batched", "direct"])
     options = parser.parse_args()
     if options.what == "golden":
         golden(options.model, options.file)
     else:
-        timed(options.model)
+        timed(options.model, options.only)

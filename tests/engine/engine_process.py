@@ -21,7 +21,7 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Output
 from midstream.schemas.settings import load_settings
 from midstream.schemas.source_runs import ZEROS, RunFiles, is_row, runs_named
-from midstream.schemas.specs import Entry, Grade
+from midstream.schemas.specs import DIMS_PREFIX, Entry, Grade
 from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import Tensor
 from midstream.workers.engine.protocol import EngineRequest, engine_request
@@ -242,7 +242,7 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
     steering = [entry for entries in job.steering for entry in entries]
     tensors = {name for each in (*steering, *command.everyone.entries) for name in each.tensors}
     tensors |= {name for probe in job.probes for name in probe.content.tensors}
-    names = sorted(name for name in tensors if name != ZEROS and not is_row(name))
+    names = sorted(name for name in tensors if name != ZEROS and not is_row(name) and not name.startswith(DIMS_PREFIX))
     entry = command.entries.get(job.id)
     runs = sorted({*runs_named(tensors), *([entry.run] if entry else [])})
     try:
