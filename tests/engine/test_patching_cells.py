@@ -1,14 +1,19 @@
 """Cells under strain: shared blocks, runs that are gone, ranks that fail, and preemption. fp32."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, relative_error
+from inside_reference import InsideReference
 from patching_kit import ALL, Cell, edits, everything, in_one_step, patch, patches, rows_of
 from reference import Edit, Reference
+from test_inside import captured
 from tiny import HIDDEN
 from tolerances import FP32_ROWS
 
-from midstream.schemas.specs import Grade, StoredSteering
+from midstream.schemas.source_runs import RunRow, row_name
+from midstream.schemas.specs import Grade, StoredSteering, dims_name, dims_named
 
 BLOCK = 128
 GRADE = [Grade(list(range(20, 60)))]
@@ -113,6 +118,28 @@ def test_each_stage_has_the_rows_of_its_own_layers_only(pp2: Host) -> None:
     after = [rank["run_bytes"] for rank in pp2.call("midstream_status")]
     half = sum(values.nbytes for values in rows.values()) // 2
     assert [now - then for now, then in zip(after, before, strict=True)] == [half, half]
+
+
+@pytest.mark.parametrize("way", ["tp2", "pp2"])
+def test_every_rank_patches_its_own_part_of_a_head_by_the_mask_of_its_name(way: str, qwen3: Path, request: pytest.FixtureRequest) -> None:
+    """The row comes from the files of all ranks, the mask from its name: head 2 is on the second rank of two."""
+    host: Host = request.getfixturevalue(way)
+    source = captured(host, host.job(prompt_of(12, seed=8), max_tokens=1), hooks={"z": [1, 3]}, positions="all_prompt")
+    host.run(source)
+    key = host.keep(source)
+    masks = {1: "64-95", 3: "0-31,96-127"}
+    steering = [
+        patch(row_name(RunRow(key, "z", layer, 3)), "z", [layer], [7], mask=dims_name(dims)) for layer, dims in masks.items()
+    ]  # fmt: skip
+    job = captured(host, host.job(prompt_of(12), max_tokens=1, steering=steering), hooks={"post_block": [3]}, positions="all")
+    host.run(job)
+    assert {receipt.status for receipt in host.receipts(job)} == {"ok"}
+    there = {layer: np.isin(np.arange(128), [dim for dims in dims_named(dims_name(text)) for dim in dims]) for layer, text in masks.items()}
+    rows = {layer: host.capture(source).array(layer, "z")[3] for layer in masks}
+    wanted = InsideReference(qwen3).rows(
+        prompt_of(12), *(Edit(layer, rows[layer], [7], hook="z", op="replace", mask=there[layer]) for layer in masks)
+    )  # fmt: skip
+    assert relative_error(host.capture(job).array(3, "post_block"), wanted["post_block", 3]) <= FP32_ROWS
 
 
 def test_preempted_requests_are_patched_where_they_were_and_nowhere_else(cached: Host, reference: Reference) -> None:
