@@ -176,6 +176,9 @@ def test_a_site_calls_the_op_of_each_row_and_keeps_bits_elsewhere(site: Path, dt
     doubled = stream[2].clone()
     doubled[2] = 2 * doubled[2]
     assert torch.equal(new[2], doubled)
+    half = stream[4].float()
+    half[2] *= 1.5
+    assert torch.equal(new[4], half.to(dtype)), "a strength of a half"
     for row in (1, 3, 5):
         assert torch.equal(new[row].view(torch.uint8), stream[row].view(torch.uint8)), row
 
