@@ -49,7 +49,7 @@ def scheduler_of(module: ModuleType) -> Any:
             self._midstream_rows, self._midstream_capturing, self._midstream_bases = RowIndex(0, 1, BLOCK), {}, {}
             self._midstream_came: dict[str, Any] = {}
             self._midstream_blocks = SimpleNamespace(clear=lambda: None)  # nothing is kept here
-            self._midstream_came: dict[str, Any] = {}
+            self._midstream_probes = module.ProbeNews()
 
         def add_request(self, request: Any) -> None:
             self.requests[request.request_id] = request

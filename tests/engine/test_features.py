@@ -199,15 +199,15 @@ def test_features_of_a_cached_prompt_are_the_same(cached: Host, dictionaries: di
 def test_features_under_other_runners(request: pytest.FixtureRequest, engine: str, dictionaries: dict[str, Dictionary]) -> None:
     host: Host = request.getfixturevalue(engine)
     each, sae = dictionaries["standard"], dictionaries["standard"].on(host)
-    captures = [capture_of([LAYER], "all", at="after"), features(sae)]
+    captures = [*(capture_of([LAYER], "all", at=at, tag=at) for at in ("before", "after")), features(sae)]
     edits = steering(host, sae, feature=3, op="clamp", value=4.0, positions="all_generated")
     job = host.job(prompt_of(70, seed=5), max_tokens=3, capture=captures, steering=edits)
     host.run(job)
-    (reading,) = read(host, job)
-    check(reading, each.encode(host.capture(job).array(LAYER)))
-    for features_of, values in zip(reading.features[70:], reading.activations[70:], strict=True):
-        assert 3 in features_of
-        assert values[features_of.index(3)] >= 0
+    before, after = host.capture(job, 0).array(LAYER), host.capture(job, 1).array(LAYER)
+    check(read(host, job)[0], each.encode(after))
+    moved = np.where(np.arange(len(before)) < 70, 0.0, 4.0 - each.encode(before)[:, 3])
+    np.testing.assert_allclose(after, before + moved[:, None] * each.tensors["W_dec"][3], atol=1e-4)
+    assert np.abs(after - before)[70:].max() > 0.1
 
 
 @pytest.mark.parametrize("engine", ["tp2", "pp2"])

@@ -70,7 +70,7 @@ def test_what_is_not_known_is_refused_by_name(made: Any, words: str) -> None:
     assert (kind.layers, kind.heads) == ([3], 0)
 
 
-def test_a_backend_that_does_not_say_all_is_refused_and_a_layer_without_attention_has_no_kind() -> None:
+def test_a_backend_that_does_not_say_all_is_refused() -> None:
     found = layer()
     del found[1].impl.sinks
     assert read(found).refused == "attention backend CPUAttentionBackendImpl has no sinks"
