@@ -30,7 +30,6 @@ from site_properties import PROPERTIES
 
 from midstream.kernels import reference, triton_site
 from midstream.kernels.plan import NO_SLOT, Does, Planned, SitePlan, lowrank
-from midstream.schemas.interventions import PLACE
 
 #: What the stage launches: not the ops of `midstream.kernels`, which on the CPU are the reference.
 pair_site, single_site = triton_site.pair_site, triton_site.single_site
@@ -95,7 +94,7 @@ def check_against_reference(shapes: Sequence[tuple[int, int]]) -> int:
     for dtype in DTYPES:
         for width, tokens in shapes:
             for pair in (True, False):
-                for families in (EXACT, tuple(PLACE), *((name,) for name in PLACE if tokens < triton_site.MAX_PROGRAMS)):
+                for families in (EXACT, tuple(RANDOM), *((name,) for name in RANDOM if tokens < triton_site.MAX_PROGRAMS)):
                     case = random_case(secrets.randbits(32), dtype=dtype, width=width, tokens=tokens, pair=pair, families=families)
                     compare(case, there_and_back(pair_site), there_and_back(single_site))
                     cases += 1
@@ -118,7 +117,7 @@ class GraphOfOneSite:
     """
 
     def __init__(self, dtype: torch.dtype, width: int, tokens: int, *, pair: bool) -> None:
-        everything = {name: RANDOM[name](random.Random(0), width) for name in PLACE}
+        everything = {name: draw(random.Random(0), width) for name, draw in RANDOM.items()}
         everything["lowrank"] = lowrank(1.0, *torch.randn(2, 5, width), torch.zeros(5))  # the largest of those that are drawn
         largest = SitePlan(width, [everything] * 6).build(tokens + 8, dtype, DEVICE)
         self._planned = Planned(*map(torch.zeros_like, largest))
@@ -165,7 +164,7 @@ def check_graphs() -> int:
             for pair in (True, False):
                 graph = GraphOfOneSite(dtype, width, tokens, pair=pair)
                 for turn in range(4 if ASKED.tiny else 12):
-                    families = tuple(PLACE) if turn % 2 else EXACT
+                    families = tuple(RANDOM) if turn % 2 else EXACT
                     case = random_case(secrets.randbits(32), dtype=dtype, width=width, tokens=tokens, pair=pair, families=families)
                     if turn % 4 == 3:
                         case = Case(SitePlan(width), case.hidden, case.stream, case.ring_rows, case.capacity, f"{case.name}, idle")
