@@ -48,6 +48,7 @@ from .process import begin_helper
 from .readings import Reader, Readings
 from .reentry import Reentry, ReentryGate
 from .reports import Reports, unreadable
+from .room import Room
 from .row_index import Keeping, KeptBlock
 from .row_store import RowStore
 from .sites import Buffers, Site
@@ -106,7 +107,6 @@ class DataPlane:
         self.runs = RunStore(open_store(config.capture_root), every, self._hidden_size, self.faults.of_run)
         queue_bytes = config.capture_queue_mib << 20
         self._slabs = SlabPool(queue_bytes, Path(config.spill_dir), pinned=buffers.ring.device.type != "cpu")
-        self._slabs_floor = queue_bytes
         curve = client_keys(config.curve_secret_file, config.curve_server_key)
         self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up, curve=curve)
         device = buffers.ring.device
@@ -127,6 +127,9 @@ class DataPlane:
         self.block_size = sys.maxsize if config.row_store_mib else 1  # of blocks whose rows are kept; set once it is known
         self._overload = Overload(config.capture_overload, queue_bytes, lambda: self._writer.backlog)
         self._mover = Mover(begin)
+        self._room = Room(
+            self._slabs, queue_bytes, self._overload, self._mover, self._writer, self._streams, self._hidden_size, self._dtype
+        )
         residual = Part(RESIDUAL, sites, buffers)
         self._banks = Banks(residual, inside, self.runs, self.faults.of_row, self._slabs, self._overload, self._mover, traced=traced)
         self._table = self._banks.table
@@ -324,23 +327,7 @@ class DataPlane:
             self._with_recording(block, self._row_store.serve)
         if recording := [tracked for tracked in self._tracked.values() if tracked.recordings and not tracked.reported]:
             with self._guard(recording, "capture_failed"):
-                self._overload.wait()
-                self._relieve(recording)
-
-    def _relieve(self, tracked: Sequence[Tracked]) -> None:
-        """A row of a request in its slab holds the rows of all others of that step. When that adds up, have what is needed copied."""
-        recordings = [(each, recording) for each in tracked for recording in each.recordings.values()]
-        for each, recording in recordings:
-            with self._guard([each], "capture_failed"):
-                recording.settle()
-        self._slabs.collect()
-        if self._slabs.alive <= self._slabs_floor:
-            return
-        rows = sum(recording.num_rows * recording.width(self._hidden_size) for _, recording in recordings)
-        needed = rows * self._dtype.itemsize + self._writer.backlog
-        if self._slabs.alive > 2 * needed:
-            for _, recording in recordings:
-                recording.compact(self._mover)
+                self._room.make(recording, self._guard)
 
     def choose(self, windows: Iterable[tuple[str, int, int]]) -> bool:
         """Whether the forward of these (request, first position, how many) is of the idle family, in which no site does anything.
@@ -423,31 +410,13 @@ class DataPlane:
                 self._with_recording(block, self._row_store.keep)
             self._row_store.drop(self._keeping.drop)
             self._keeping = None
-        self._let_leave(view)
+        self._room.leave(view, self._tracked, self.block_size, self._guard)
 
     def _score(self, recorded: list[tuple[Recording, Extent]]) -> None:
         """Score the rows of this step that probes watch, and those that the prefix cache served."""
         if watched := [tracked for tracked in self._tracked.values() if tracked.watch is not None and not tracked.reported]:
             with self._guard(watched, "probe_failed"):
                 self._probes.take(recorded, [recording for tracked in watched for recording in tracked.recordings.values()])
-
-    def _let_leave(self, view: StepView | None) -> None:
-        """Hand the writers the rows of long captures that this rank needs no more: blocks are kept when they are full."""
-        for rows in view.requests if view is not None else ():
-            tracked = self._tracked.get(rows.id)
-            if tracked is None or tracked.reported or all(each.stream is None is each.watch for each in tracked.recordings.values()):
-                continue
-            reached = rows.first_position + rows.num_rows
-            if reached < tracked.spec.prompt_tokens:
-                reached -= reached % self.block_size
-            with self._guard([tracked], "capture_failed"):
-                for recording in tracked.recordings.values():
-                    row_bytes = recording.width(self._hidden_size) * self._dtype.itemsize
-                    if recording.watch is not None:
-                        recording.discard(reached)
-                    left = recording.leave(reached, self._streams.part // row_bytes)
-                    if left and recording.stream is not None:
-                        self._writer.stream(recording.stream.flush, left * row_bytes)
 
     def found(self) -> Callable[[], list[tuple[str, int]]]:
         """Of the step that ran last: (request, first position) of rows that are not finite. Waits for the step, in any thread."""
