@@ -20,7 +20,7 @@ MAX_PROGRAMS = 1024
 #: Two loads of 16 bytes for each thread, in the 16-bit types.
 _LANES_PER_WARP = 512
 #: Of a thread, by the bytes of an element: what lets a multiprocessor keep many rows on their way, whatever the largest formula
-#: would like. The memory sets the pace. ptxas spills 8 to 32 bytes for it in the 16-bit types.
+#: would like. The memory sets the pace. ptxas spills 24 to 88 bytes for it in the 16-bit types, at a width of 8192.
 _REGISTERS = {2: 64, 4: 96}
 
 #: Whether a launch may begin before the one before it has ended, on GPUs that can: its own latency is then hidden behind that.
@@ -179,6 +179,12 @@ def _whole(hidden_row, row, branch, PAIR: tl.constexpr, MIXED: tl.constexpr):  #
 
 
 @triton.jit
+def _count(counts, plan, of, number):  # type: ignore[no-untyped-def]
+    """Adds to a number of the site's. Looks up where it lies each time, and as early as it can: what is kept costs registers."""
+    tl.atomic_add(counts + (tl.load(plan + _SITE) - 1) * _COUNTS + of, number, sem="relaxed")
+
+
+@triton.jit
 def _visit(  # type: ignore[no-untyped-def]
     hidden,
     stream,
@@ -210,14 +216,14 @@ def _visit(  # type: ignore[no-untyped-def]
 
     `hidden_row`, `row`: what lies at `hidden + at` and `stream + at`. `branch`: the site is of `hidden` alone; if `MIXED`, else never.
     """
-    done = counts + (tl.load(plan + _SITE) - 1) * _COUNTS
     mark = named * 0
     if before_slot >= 0:
         place = (tl.load(plan + _BEFORE_ROW) + before_slot).to(tl.int64) * WIDTH
         tl.store(ring + place + lanes, _whole(hidden_row, row, branch, PAIR, MIXED), mask=inside)
-        tl.atomic_add(done + _CAPTURED_BEFORE, 1, sem="relaxed")
+        _count(counts, plan, _CAPTURED_BEFORE, 1)
 
     if named > 0:
+        _count(counts, plan, _EDITED, applied)
         unsound = _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)
         rewrites = named * 0
         if (named & _REWRITING) != 0:
@@ -275,12 +281,11 @@ def _visit(  # type: ignore[no-untyped-def]
                 row = (row.to(tl.float32) + total).to(row.dtype)
                 tl.store(stream + at, row, mask=inside)
         mark = tl.where(unsound > 0, -1, _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)) * tl.load(plan + _SITE)
-        tl.atomic_add(done + _EDITED, applied, sem="relaxed")
 
     if after_slot >= 0:
         place = (tl.load(plan + _AFTER_ROW) + after_slot).to(tl.int64) * WIDTH
         tl.store(ring + place + lanes, _whole(hidden_row, row, branch, PAIR, MIXED), mask=inside)
-        tl.atomic_add(done + _CAPTURED_AFTER, 1, sem="relaxed")
+        _count(counts, plan, _CAPTURED_AFTER, 1)
     return hidden_row, row, mark
 
 
