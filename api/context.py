@@ -115,7 +115,9 @@ class AppContext:
 
     async def model(self, name: str) -> ModelInfo:
         """Raises `not_found` naming the models there are."""
-        info = await self.ledger.model(name)
+        return await self._usable(name, await self.ledger.model(name))
+
+    async def _usable(self, name: str, info: ModelInfo | None) -> ModelInfo:
         if info is None:
             raise admission.unknown_model(name, [model.name for model in await self.ledger.models()])
         if (trouble := misfit_of(info)) is not None:
@@ -161,7 +163,8 @@ class AppContext:
         Raises MidstreamError: 4xx for a bad wish, `idempotency_mismatch`, `quota_exceeded` when captures would have no room,
         `unavailable` when nothing was accepted.
         """
-        info = await self.model(parsed.model)
+        info, watching = await self.ledger.watched_model(parsed.model)
+        info = await self._usable(parsed.model, info)
         named = steering.modules_named(parsed.steering, parsed.patch)
         features = parsed.features or any(spec.sae for spec in parsed.steering)
         names = named or parsed.lora or parsed.probes or features or patches.runs_of(parsed.patch)
@@ -172,7 +175,7 @@ class AppContext:
         if isinstance(parsed.features, FeatureSpec):
             sae = await named_sae(parsed.features.sae, "features.sae", info, self.saes)
             parsed = replace(parsed, features=FeatureWish(parsed.features, sae))
-        probes = await probes_of(parsed.probes, info, self.probes)
+        probes = await probes_of(parsed.probes, info, self.probes, watching)
         model_state = await self.model_state(info.name, named, caller, parsed.patch) if parsed.steering or parsed.patch else NOTHING
         model_state = replace(model_state, features=await self.features(info, parsed.steering))
         admitted = await admission.admit(parsed, info, await self.codec(info), new_job_id(), model_state, caller, lora, probes)

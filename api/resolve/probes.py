@@ -107,8 +107,8 @@ def _decay(asked: ProbeRequest) -> float:
 # --- Of a request -----------------------------------------------------------------------------------------------------
 
 
-async def probes_of(asked: Sequence[str | ProbeUse], model: ModelInfo, probes: Probes) -> list[StoredProbe]:
-    """Those that a request names, then those that watch all traffic. Raises a 400 naming the field."""
+async def probes_of(asked: Sequence[str | ProbeUse], model: ModelInfo, probes: Probes, watching: Sequence[bytes]) -> list[StoredProbe]:
+    """Those that a request names, then those named `watching`, which score all traffic. Raises a 400 naming the field."""
     uses = [ProbeUse(probe=use) if isinstance(use, str) else use for use in asked]
     if len(uses) > MAX_REQUEST_PROBES:
         raise invalid("probes", f"has {len(uses)} entries", allowed=f"up to {MAX_REQUEST_PROBES}")
@@ -124,7 +124,7 @@ async def probes_of(asked: Sequence[str | ProbeUse], model: ModelInfo, probes: P
             raise invalid(at, f"{use.probe!r} {why}", allowed="register it again")
         check_action(probe, use.action, f"{at}.action", model)
         found.append(probe.stored(use.action, tokens=use.tokens))
-    for probe in await probes.watching(model.name):
+    for probe in await probes.named(model.name, watching):
         # A probe that does not fit the model that is served now cannot be evaluated: no traffic may pass it silently.
         if (why := misfit(probe, model)) is not None:
             detail = f"the probe {probe.name!r}, which watches all traffic, {why}: delete it or register it again"

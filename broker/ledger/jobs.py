@@ -481,7 +481,18 @@ class Ledger:
 
     @reachable
     async def model(self, name: str) -> ModelInfo | None:
-        raw = await self.redis.hget("ms:models", name)
+        return self._read_model(name, await self.redis.hget("ms:models", name))
+
+    @reachable
+    async def watched_model(self, name: str) -> tuple[ModelInfo | None, list_[bytes]]:
+        """The model, and the names of the probes that score all its traffic, ascending; in one round trip: every submission needs both."""
+        async with self.redis.pipeline(transaction=False) as pipe:
+            pipe.hget("ms:models", name)
+            pipe.smembers(f"ms:probes-watching:{name}")
+            raw, watching = await pipe.execute()
+        return self._read_model(name, raw), sorted(watching)
+
+    def _read_model(self, name: str, raw: bytes | None) -> ModelInfo | None:
         if raw is None:
             return None
         if self._models.get(name, (b"",))[0] != raw:  # read by every request, rarely changed

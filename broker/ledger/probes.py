@@ -1,6 +1,6 @@
 """Registered probes of a ledger, per model and for all tenants. The ledger's side of `schemas.probes`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -52,9 +52,8 @@ class Probes:
         return [_read(packed, name.decode()) for name, packed in sorted((await self._redis.hgetall(_key(model))).items())]
 
     @reachable
-    async def watching(self, model: str) -> list[Probe]:
-        """Those that score all traffic, by name."""
-        names = sorted(await self._redis.smembers(_watching(model)))
+    async def named(self, model: str, names: Sequence[bytes]) -> list[Probe]:
+        """Those of these names that exist, in this order."""
         found = await self._redis.hmget(_key(model), names) if names else []
         return [_read(packed, name.decode()) for name, packed in zip(names, found, strict=True) if packed is not None]
 
@@ -70,10 +69,6 @@ class Probes:
 
 def _key(model: str) -> str:
     return f"ms:probes:{model}"
-
-
-def _watching(model: str) -> str:
-    return f"ms:probes-watching:{model}"
 
 
 def _read(packed: bytes, name: str) -> Probe:
