@@ -172,9 +172,7 @@ class AppContext:
             return known  # whatever has become of the modules, probes, runs, adapters and autoencoders since
         lora = await named_lora(parsed.lora, info, self.loras)
         parsed = replace(parsed, lens=await fitted(parsed.lens, info, self.lenses))
-        if isinstance(parsed.features, FeatureSpec):
-            sae = await named_sae(parsed.features.sae, "features.sae", info, self.saes)
-            parsed = replace(parsed, features=FeatureWish(parsed.features, sae))
+        parsed = replace(parsed, features=await self._wishes(info, parsed.features))
         probes = await probes_of(parsed.probes, info, self.probes, watching)
         model_state = await self.model_state(info.name, named, caller, parsed.patch) if parsed.steering or parsed.patch else NOTHING
         model_state = replace(model_state, features=await self.features(info, parsed.steering))
@@ -208,6 +206,15 @@ class AppContext:
         wanted = patches.runs_of(patch)
         named = await SourceRuns(self.ledger, caller).names(model) if len(runs) < len(wanted) else []
         return ModelState(modules, current, known, runs, named)
+
+    async def _wishes(self, info: ModelInfo, specs: Iterable[FeatureSpec | FeatureWish]) -> list[FeatureWish]:
+        """What is to be read, with the autoencoders. Raises a 400 naming the field."""
+        found = []
+        for index, spec in enumerate(specs):
+            if isinstance(spec, FeatureSpec):
+                spec = FeatureWish(spec, await named_sae(spec.sae, f"features[{index}].sae", info, self.saes))
+            found.append(spec)
+        return found
 
     async def features(self, info: ModelInfo, specs: Sequence[SteeringSpec]) -> Named:
         """The features that steering names. Raises a 400 naming the field."""

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 
 from .base import Record
-from .limits import MAX_FEATURE_TOP, Reference
+from .limits import MAX_FEATURE_SPECS, MAX_FEATURE_TOP, Reference
 from .selectors import RequestedPositions
 from .specs import At
 
@@ -17,3 +17,7 @@ class FeatureSpec(Record):
     positions: RequestedPositions = "all_prompt"
     top_k: Annotated[int, msgspec.Meta(ge=1, le=MAX_FEATURE_TOP)] = 10
     at: At = "after"  # before or after steering at the same site
+
+
+#: Of one request: usually one autoencoder for each layer.
+FeatureList = Annotated[list[FeatureSpec], msgspec.Meta(max_length=MAX_FEATURE_SPECS)]

@@ -10,7 +10,7 @@ from .base import Record
 from .chat import Conversation
 from .errors import Problem
 from .extensions import ReaderSpec
-from .features import FeatureSpec
+from .features import FeatureList
 from .handling import Callback, Priority
 from .images import ImageRef
 from .keys import DEFAULT_TENANT
@@ -83,7 +83,7 @@ class JobRequest(Adapted, kw_only=True):
     steering: SteeringList = []
     patch: PatchList = []
     lens: LensSpec | None = None
-    features: FeatureSpec | None = None
+    features: FeatureList = []
     probes: ProbeList = []
     readers: ReaderList = []
     metadata: Metadata = {}
@@ -282,7 +282,7 @@ class JobResult(Record):
     sweep: SweepResult | None = None
     lora: LoraUse | None = None  # the adapter that it ran with
     lens: list[LensReading] | None = None  # one per prompt, if the request asked for one
-    features: list[FeaturesReading] | None = None  # likewise
+    features: list[FeaturesReading] | None = None  # of each prompt one per autoencoder, in the request's order
     probes: list[ProbeResult] = []
     readers: list[ReaderReading] | None = None  # of each prompt one per reader, in the request's order
 

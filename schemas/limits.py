@@ -98,6 +98,7 @@ MAX_SAE_CONFIG = 1 << 20  # bytes of cfg.json
 MAX_SAE_BYTES = 8 << 30  # of sae_weights.safetensors or params.npz, also once unpacked
 MAX_SAE_WIDTH = 1 << 21  # features of one
 MAX_FEATURES = 256  # that differ, of one request's steering
+MAX_FEATURE_SPECS = 64  # `features` of one request
 MAX_FEATURE_TOP = 256  # features of a token that come back
 
 # --- Probes ---------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from .certificates import Certificate
 from .chat import Conversation
 from .errors import Problem
 from .extensions import Extension
-from .features import FeatureSpec
+from .features import FeatureList
 from .jobs import CaptureResults, Determinism, Prompt, ReaderList, Seed, StopText, StopTexts, StopTokens
 from .lens import LensSpec
 from .limits import MAX_PROMPT_TOKENS, Count, Index, Label, Metadata, Name, Text
@@ -90,7 +90,7 @@ class OpenAIRequest(Adapted, kw_only=True):
     capture: CaptureSpec | None = None
     lens: LensSpec | None = None  # an answer with a lens is held for it
     readers: ReaderList = []  # likewise
-    features: FeatureSpec | None = None  # likewise
+    features: FeatureList = []  # likewise
     probes: ProbeList = []
     #: Hold the answer until every capture is durable and every rank has reported. A steered answer is always held for the
     #: ranks' reports, so that an intervention which was not applied is never answered as if it were.

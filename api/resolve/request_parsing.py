@@ -52,7 +52,7 @@ class ParsedRequest:
     patch: list[PatchSpec] = field(default_factory=list)
     lens: LensSpec | None = None
     readers: list[ReaderSpec] = field(default_factory=list)
-    features: FeatureSpec | FeatureWish | None = None  # the latter once the autoencoder is known
+    features: list[FeatureSpec] | list[FeatureWish] = field(default_factory=list)  # the latter once the autoencoders are known
     stream: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
     handling: Handling = field(default_factory=Handling)

@@ -18,9 +18,11 @@ def register(app: typer.Typer) -> None:
 @options.with_handling
 def features(
     prompt: Annotated[str, typer.Argument(help="The prompt.")],
-    sae: Annotated[str, typer.Option(help="A registered sparse autoencoder: see `midstream sae list`.")],
+    sae: Annotated[
+        list[str], typer.Option(metavar="NAME[:TOP_K]", help="A registered sparse autoencoder (`midstream sae list`); repeatable.")
+    ],
     positions: Annotated[str, typer.Option(help="As for captures: last_prompt, all_prompt, all, 0,5,-1, 5:9, …")] = "all_prompt",
-    top_k: Annotated[int, typer.Option(help="Most active features of each token.")] = 5,
+    top_k: Annotated[int, typer.Option(help="Most active features of each token, where --sae names no number.")] = 5,
     at: Annotated[str | None, typer.Option(help="before or after (default) steering at the same site.")] = None,
     steer: Annotated[list[str] | None, typer.Option(metavar=options.STEER, help="As for submit; repeatable.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 1,
@@ -33,10 +35,17 @@ def features(
     """Show the most active features of each token."""
     fields = {**handling, "steering": options.parse_steering(steer or [])} | ({} if model is None else {"model": model})
     with connect(url) as client:
-        found = client.features(
-            prompt, sae, positions=options.parse_positions(positions), top_k=top_k, at=at, max_tokens=max_tokens, **fields
-        )
+        most = dict(_named(each, top_k) for each in sae)
+        found = client.features_of(prompt, most, positions=options.parse_positions(positions), at=at, max_tokens=max_tokens, **fields)
     if json_:
-        print(to_json(found.reading).decode())
+        print(to_json([each.reading for each in found.values()]).decode())
     else:
-        out.print(render.table(found, top_k))
+        out.print(*(render.table(each, most[name]) for name, each in found.items()), sep="\n")
+
+
+def _named(text: str, top_k: int) -> tuple[str, int]:
+    """Raises typer.BadParameter."""
+    name, _, number = text.partition(":")
+    if number and not number.isdecimal():
+        raise typer.BadParameter(f"{text!r}: TOP_K is {number!r}; valid: a number", param_hint="--sae")
+    return name, int(number or top_k)

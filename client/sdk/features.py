@@ -1,4 +1,4 @@
-"""Features of sparse autoencoders, of both clients: one call, and its answer."""
+"""Features of sparse autoencoders, of both clients: the calls, and their answer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -46,17 +46,34 @@ class Features:
         return sorted(largest.items(), key=lambda item: -item[1])[:count]
 
 
-def _fields(prompt: Any, spec: dict[str, Any], more: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+#: Names of autoencoders, or name → how many features of each token come back.
+Saes = Sequence[str] | Mapping[str, int]
+#: As `positions` of a capture: a name, numbers, a span.
+Positions = str | Sequence[Any] | Mapping[str, Any]
+TOP_K = 10
+
+
+def _fields(
+    prompt: Any, saes: Saes, positions: Positions, at: str | None, max_tokens: int, sampling: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Of the job."""
     chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
-    given = {name: value for name, value in spec.items() if value is not None}
-    sampling = {"max_tokens": max_tokens, **more.pop("sampling", {})}
-    return {**more, ("messages" if chat else "prompts"): [prompt], "features": given, "sampling": sampling}
+    most = saes if isinstance(saes, Mapping) else dict.fromkeys([saes] if isinstance(saes, str) else saes, TOP_K)
+    more = {} if at is None else {"at": at}
+    asked = [{"sae": sae, "positions": positions, "top_k": top_k, **more} for sae, top_k in most.items()]
+    return {("messages" if chat else "prompts"): [prompt], "features": asked, "sampling": {"max_tokens": max_tokens, **(sampling or {})}}
 
 
-def _reading(result: JobResult) -> FeaturesReading:
+def _tokens(result: JobResult) -> list[int]:
+    """Whose texts are needed. Raises MidstreamError for a job without features."""
     if not result.features:
         raise MidstreamError("not_found", f"job {result.id} has no features")
-    return result.features[0]
+    return sorted({token for reading in result.features for token in reading.token_ids})
+
+
+def _found(result: JobResult, texts: httpx.Response) -> dict[str, Features]:
+    words = dict(zip(_tokens(result), wire.decode(texts, Detokenized).token_strs, strict=True))
+    return {reading.sae: Features(result.id, reading, words) for reading in result.features or []}
 
 
 class FeatureCalls(ABC):
@@ -68,32 +85,34 @@ class FeatureCalls(ABC):
     @abstractmethod
     def run(self, request: Any = None, *, timeout: float | None = None, progress: bool = True, **fields: Any) -> JobResult: ...
 
-    def features(
+    def features(self, prompt: Any, sae: str, *, top_k: int = TOP_K, **options: Any) -> Features:
+        """The `top_k` most active features of the autoencoder `sae`. `options`: as of `features_of`."""
+        return self.features_of(prompt, {sae: top_k}, **options)[sae]
+
+    def features_of(
         self,
         prompt: Any,
-        sae: str,
+        saes: Saes,
         *,
-        positions: str | Sequence[Any] | Mapping[str, Any] = "all_prompt",
-        top_k: int = 10,
+        positions: Positions = "all_prompt",
         at: str | None = None,
         max_tokens: int = 1,
         timeout: float | None = None,
+        sampling: Mapping[str, Any] | None = None,
         **fields: Any,
-    ) -> Features:
-        """The `top_k` most active features of the autoencoder `sae`, of each token at `positions`.
+    ) -> dict[str, Features]:
+        """Name of each autoencoder → the most active features of each token at `positions`, by one request.
 
         `prompt`: text, token ids, or a conversation. `at`: after edits of the same place by default. `fields`: of the job: `model`,
         `steering`, …
         """
-        spec = {"sae": sae, "positions": positions, "top_k": top_k, "at": at}
-        result = self.run(timeout=timeout, progress=False, **_fields(prompt, spec, fields, max_tokens))
-        known = sorted(set(_reading(result).token_ids))
-        words = wire.decode(self._send(_detokenize(result.model, known)), Detokenized).token_strs
-        return Features(result.id, _reading(result), dict(zip(known, words, strict=True)))
+        fields |= _fields(prompt, saes, positions, at, max_tokens, sampling)
+        result = self.run(timeout=timeout, progress=False, **fields)
+        return _found(result, self._send(_detokenize(result.model, _tokens(result))))
 
 
 class AsyncFeatureCalls(ABC):
-    """Of the client that awaits."""
+    """Of the client that awaits: as `FeatureCalls`."""
 
     @abstractmethod
     async def _send(self, call: wire.Call) -> httpx.Response: ...
@@ -101,21 +120,21 @@ class AsyncFeatureCalls(ABC):
     @abstractmethod
     async def run(self, request: Any = None, *, timeout: float | None = None, progress: bool = True, **fields: Any) -> JobResult: ...
 
-    async def features(
+    async def features(self, prompt: Any, sae: str, *, top_k: int = TOP_K, **options: Any) -> Features:
+        return (await self.features_of(prompt, {sae: top_k}, **options))[sae]
+
+    async def features_of(
         self,
         prompt: Any,
-        sae: str,
+        saes: Saes,
         *,
-        positions: str | Sequence[Any] | Mapping[str, Any] = "all_prompt",
-        top_k: int = 10,
+        positions: Positions = "all_prompt",
         at: str | None = None,
         max_tokens: int = 1,
         timeout: float | None = None,
+        sampling: Mapping[str, Any] | None = None,
         **fields: Any,
-    ) -> Features:
-        """As `FeatureCalls.features`."""
-        spec = {"sae": sae, "positions": positions, "top_k": top_k, "at": at}
-        result = await self.run(timeout=timeout, progress=False, **_fields(prompt, spec, fields, max_tokens))
-        known = sorted(set(_reading(result).token_ids))
-        words = wire.decode(await self._send(_detokenize(result.model, known)), Detokenized).token_strs
-        return Features(result.id, _reading(result), dict(zip(known, words, strict=True)))
+    ) -> dict[str, Features]:
+        fields |= _fields(prompt, saes, positions, at, max_tokens, sampling)
+        result = await self.run(timeout=timeout, progress=False, **fields)
+        return _found(result, await self._send(_detokenize(result.model, _tokens(result))))

@@ -108,7 +108,7 @@ def test_a_bad_registration_is_refused_by_field(http: httpx.Client, body: dict[s
 )
 def test_every_way_of_asking_takes_features(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
     made = http.post("/v1/saes", json={"name": "read", "path": "topk"}).json()
-    asked = {"model": "fake-model", "features": {"sae": "read", "top_k": 4, "positions": [0, -1]}}
+    asked = {"model": "fake-model", "features": [{"sae": "read", "top_k": 4, "positions": [0, -1]}]}
     answer = http.post(path, json=asked | body)
     assert answer.status_code in (200, 202), answer.text
     job = answer.headers["x-midstream-job"]
@@ -126,17 +126,50 @@ def test_every_way_of_asking_takes_features(http: httpx.Client, path: str, body:
         assert '"features":[{' in answer.text
 
 
+def test_one_request_is_read_by_several_autoencoders(stack: Stack) -> None:
+    with Client(stack.url, api_key=ADMIN) as client:
+        digests = {name: client.register_sae(name, name).digest for name in ("gated", "jumprelu")}
+        wanted = [{"sae": "gated", "top_k": 6}, {"sae": "jumprelu", "top_k": 2, "positions": [1]}]
+        result = client.run(model="fake-model", prompts=["hello", "there"], sampling={"max_tokens": 1}, features=wanted)
+        found = [(each.request, each.sae, each.digest, len(each.positions), len(each.features[0])) for each in result.features or []]
+        of_one = [("gated", digests["gated"], 5, 3), ("jumprelu", digests["jumprelu"], 1, 1)]
+        assert found == [(request, *each) for request in (0, 1) for each in of_one]
+        both = client.features_of("hello", {"gated": 4, "jumprelu": 2}, model="fake-model")
+        assert {name: len(each.of(0)) for name, each in both.items()} == {"gated": 2, "jumprelu": 1}
+        one = client.features("hello", "gated", top_k=4, model="fake-model", positions=[2])
+        assert (one.word(0), one.of(0)) == (both["gated"].word(2), both["gated"].of(2))
+
+
+def test_the_command_line_prints_a_table_for_each_autoencoder(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDSTREAM_API_KEY", ADMIN)
+    with Client(stack.url, api_key=ADMIN) as client:
+        for name in ("gated", "jumprelu"):
+            client.register_sae(name, name)
+    asked = ["features", "hello", "--sae", "gated:6", "--sae", "jumprelu", "--top-k", "2", "--url", stack.url]
+    drawn = CliRunner().invoke(app, asked)
+    assert drawn.exit_code == 0, drawn.output
+    assert "features of gated at post_block of layer 1" in drawn.output
+    assert "features of jumprelu at post_block of layer 1" in drawn.output
+    read = json.loads(CliRunner().invoke(app, [*asked, "--json"]).output)
+    assert [(each["sae"], len(each["features"][0])) for each in read] == [("gated", 3), ("jumprelu", 1)]
+    assert "valid: a number" in CliRunner().invoke(app, ["features", "hello", "--sae", "gated:x"]).output
+
+
 @pytest.mark.parametrize(
     ("features", "field", "says"),
     [
-        ({"sae": "none"}, "features.sae", "unknown sparse autoencoder 'none'"),
-        ({"sae": "read", "top_k": 33}, "features.top_k", "33 exceeds the 32 features of 'read'"),
-        ({"sae": "read", "top_k": 0}, "features.top_k", ">= 1"),
-        ({"sae": "read", "positions": [99]}, "features.positions", "99 is out of range"),
-        ({"sae": "read", "hook": "post_block"}, "features.hook", "unknown field"),
+        ([{"sae": "none"}], "features[0].sae", "unknown sparse autoencoder 'none'"),
+        ([{"sae": "read"}, {"sae": "none"}], "features[1].sae", "unknown sparse autoencoder 'none'"),
+        ([{"sae": "read"}, {"sae": "read", "top_k": 33}], "features[1].top_k", "33 exceeds the 32 features of 'read'"),
+        ([{"sae": "read", "top_k": 0}], "features[0].top_k", ">= 1"),
+        ([{"sae": "read", "positions": [99]}], "features[0].positions", "99 is out of range"),
+        ([{"sae": "read", "hook": "post_block"}], "features[0].hook", "unknown field"),
+        ([{"sae": "read"}, {"sae": "read"}], "features[1]", "asks the same as features[0]"),
+        ([{"sae": "read", "top_k": most} for most in range(1, 66)], "features", "length <= 64"),
+        ({"sae": "read"}, "features", "Expected `array`, got `object`"),
     ],
 )
-def test_bad_features_are_refused_by_field(http: httpx.Client, features: dict[str, Any], field: str, says: str) -> None:
+def test_bad_features_are_refused_by_field(http: httpx.Client, features: Any, field: str, says: str) -> None:
     http.post("/v1/saes", json={"name": "read", "path": "topk"})
     answer = http.post("/v1/jobs", json={"model": "fake-model", "prompts": ["hello"], "features": features})
     assert answer.status_code == 400, answer.text
@@ -146,9 +179,11 @@ def test_bad_features_are_refused_by_field(http: httpx.Client, features: dict[st
 
 def test_features_times_tokens_beyond_the_response_are_refused(http: httpx.Client) -> None:
     http.post("/v1/saes", json={"name": "read", "path": "topk"})
-    body = {"model": "fake-model", "prompts": ["a" * 4000], "features": {"sae": "read", "top_k": 32}}
+    body = {"model": "fake-model", "prompts": ["a" * 400], "features": [{"sae": "read", "top_k": 32}]}
+    assert http.post("/v1/jobs", json=body).status_code == 202
+    body["features"] += [{"sae": "read", "top_k": most} for most in (30, 31)]  # type: ignore[operator]
     answer = http.post("/v1/jobs", json=body)
-    assert (answer.status_code, answer.json()["field"]) == (400, "features")
+    assert (answer.status_code, answer.json()["field"]) == (400, "features[2]")
     assert "bytes of results" in answer.json()["detail"]
 
 
@@ -170,7 +205,7 @@ def test_an_autoencoder_that_a_rank_cannot_load_fails_the_job_with_rank_and_reas
     options = {"sae_dir": str(FORMS), "tensor_parallel_size": 2, "fault": "put_sae:rank=1", **TIMES}
     with Stack(tmp_path / "stack", api=True, callbacks=False, **options) as stack, httpx.Client(base_url=stack.url, timeout=60) as http:
         http.post("/v1/saes", json={"name": "tiny", "path": "gated"})
-        answer = http.post("/v1/completions", json={"model": "fake-model", "prompt": "hello", "features": {"sae": "tiny"}})
+        answer = http.post("/v1/completions", json={"model": "fake-model", "prompt": "hello", "features": [{"sae": "tiny"}]})
         assert answer.json()["detail"] == "loading sparse autoencoder 'tiny' failed on rank 1: injected fault"
 
 

@@ -22,7 +22,7 @@ SERVED = {"readings": {"lens": ""}}
 
 def resolved(lens: dict[str, Any], *lengths: int, capture: CaptureSpec | None = None, **changes: Any) -> list[list[StoredCapture]]:
     limits = bounds(*lengths, **(SERVED | changes))
-    parsed: Any = SimpleNamespace(lens=msgspec.convert(lens, LensSpec), features=None, readers=[])
+    parsed: Any = SimpleNamespace(lens=msgspec.convert(lens, LensSpec), features=[], readers=[])
     return resolve_captures(capture, limits, resolve_readings(parsed, limits))
 
 

@@ -149,16 +149,16 @@ class Engine(Protocol):
     async def release_lora(self, lora: StoredLora) -> None:
         """Release it; it may stay loaded."""
 
-    async def hold_sae(self, sae: StoredSae) -> None:
-        """Have this sparse autoencoder on every rank that reads rows for it, and keep it there until `release_sae`. Waits while others
-        leave no room for it.
+    async def hold_saes(self, saes: Sequence[StoredSae]) -> None:
+        """Have these sparse autoencoders, of contents that differ, on every rank that reads rows for them, and keep them there until
+        `release_saes`. Waits while others leave no room for all of them.
 
-        Raises MidstreamError("invalid_request") when it can have none or its folder is gone, MidstreamError("intervention_failed") when
-        a rank cannot load it or its files have changed, and Quarantined; a call that raises, or is cancelled, holds nothing.
+        Raises MidstreamError("invalid_request") when there can be none or a folder is gone, MidstreamError("intervention_failed") when
+        a rank cannot load one or its files have changed, and Quarantined; a call that raises, or is cancelled, holds nothing.
         """
 
-    async def release_sae(self, sae: StoredSae) -> None:
-        """Release it; it may stay loaded."""
+    async def release_saes(self, saes: Sequence[StoredSae]) -> None:
+        """Release them; they may stay loaded."""
 
     # Global steering and modules: `workers.serving.steering` calls these one at a time, never concurrently.
 

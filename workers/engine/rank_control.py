@@ -75,11 +75,11 @@ class RankControl(ABC):
     async def release_lora(self, lora: StoredLora) -> None:
         self._loras.release(lora)
 
-    async def hold_sae(self, sae: StoredSae) -> None:
-        await self._saes.hold(sae)
+    async def hold_saes(self, saes: Sequence[StoredSae]) -> None:
+        await self._saes.hold(saes)
 
-    async def release_sae(self, sae: StoredSae) -> None:
-        self._saes.release(sae)
+    async def release_saes(self, saes: Sequence[StoredSae]) -> None:
+        self._saes.release(saes)
 
     async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
         try:

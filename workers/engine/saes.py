@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
 
 from ...schemas.errors import MidstreamError
 from ...schemas.sae_files import folder_of
@@ -18,7 +19,7 @@ def served(settings: Settings) -> str:
 class RankSaes:
     """The worker's record of the autoencoders on the ranks; unused ones stay loaded while there is room.
 
-    A holder holds one at a time: two that waited for each other's room would deadlock.
+    A holder takes all that it needs in one turn, and holds nothing while it waits: two cannot wait for each other's room.
     """
 
     def __init__(self, ranks: Ranks, root: str, budget: int) -> None:
@@ -29,35 +30,43 @@ class RankSaes:
         self._turn = asyncio.Lock()  # first come, first served
         self._freed = asyncio.Event()
 
-    async def hold(self, sae: StoredSae) -> None:
-        """See `Engine.hold_sae`."""
-        if sae.bytes > self._budget:
-            detail = f"{sae.name!r} has {sae.bytes} bytes of weights; the worker holds {self._budget >> 20} MiB (setting sae_cache_mib)"
-            raise MidstreamError("invalid_request", detail, field="features.sae")
+    async def hold(self, saes: Sequence[StoredSae]) -> None:
+        """See `Engine.hold_saes`."""
+        if (size := sum(sae.bytes for sae in saes)) > self._budget:
+            names = ", ".join(repr(sae.name) for sae in saes)
+            detail = f"{size} bytes of weights ({names}) exceed the {self._budget >> 20} MiB that the worker holds (setting sae_cache_mib)"
+            raise MidstreamError("invalid_request", detail, field="features")
+        wanted = {sae.digest for sae in saes}
         async with self._turn:
-            if sae.digest not in self._loaded:
-                folder = await asyncio.to_thread(folder_of, self._root, sae.path)
-                await self._make_room(sae.bytes)
-                undo = Undo("midstream_drop_saes", ([sae.digest],))
-                load = self._ranks.apply(
-                    f"loading sparse autoencoder {sae.name!r}", "midstream_put_sae", sae.digest, sae.hook, sae.layer, str(folder), undo=undo
-                )
-                await unbroken(load)
-                self._loaded[sae.digest] = sae.bytes
-            self._held[sae.digest] += 1
-            self._loaded.move_to_end(sae.digest)
+            for sae in saes:
+                if sae.digest not in self._loaded:
+                    await self._load(sae, wanted)
+            self._held.update(wanted)
+            for digest in wanted:
+                self._loaded.move_to_end(digest)
 
-    def release(self, sae: StoredSae) -> None:
+    def release(self, saes: Sequence[StoredSae]) -> None:
         """Undo one `hold`."""
-        self._held[sae.digest] -= 1
-        if not self._held[sae.digest]:
-            del self._held[sae.digest]
+        for sae in saes:
+            self._held[sae.digest] -= 1
+            if not self._held[sae.digest]:
+                del self._held[sae.digest]
         self._freed.set()
 
-    async def _make_room(self, size: int) -> None:
-        """Wait until so many bytes can be loaded, and drop what no request uses."""
+    async def _load(self, sae: StoredSae, wanted: Collection[str]) -> None:
+        folder = await asyncio.to_thread(folder_of, self._root, sae.path)
+        await self._make_room(sae.bytes, wanted)
+        undo = Undo("midstream_drop_saes", ([sae.digest],))
+        load = self._ranks.apply(
+            f"loading sparse autoencoder {sae.name!r}", "midstream_put_sae", sae.digest, sae.hook, sae.layer, str(folder), undo=undo
+        )
+        await unbroken(load)
+        self._loaded[sae.digest] = sae.bytes
+
+    async def _make_room(self, size: int, wanted: Collection[str]) -> None:
+        """Wait until so many bytes can be loaded, and drop what no request uses, `wanted` aside."""
         while sum(self._loaded.values()) + size > self._budget:
-            unused = next((digest for digest in self._loaded if digest not in self._held), None)
+            unused = next((digest for digest in self._loaded if digest not in self._held and digest not in wanted), None)
             if unused is None:
                 self._freed.clear()
                 await self._freed.wait()

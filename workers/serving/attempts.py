@@ -203,7 +203,7 @@ class Attempts:
     async def _perform(self, attempt: Attempt) -> AttemptOutcome:
         try:
             check_lengths(attempt.job, self._engine.info)
-            async with self._adapter(attempt.job), self._autoencoder(attempt.job):
+            async with self._adapter(attempt.job), self._autoencoders(attempt.job):
                 outputs = await (self._generate(attempt) if attempt.job.sweep is None else self._sweep(attempt))
             attempt.check()
             crash_point("worker.generated")
@@ -244,18 +244,18 @@ class Attempts:
             await self._engine.release_lora(job.lora)
 
     @asynccontextmanager
-    async def _autoencoder(self, job: Job) -> AsyncIterator[None]:
-        """The sparse autoencoder that reads the job's features on the ranks, if there is one."""
+    async def _autoencoders(self, job: Job) -> AsyncIterator[None]:
+        """The sparse autoencoders that read the job's features on the ranks."""
         readings = (capture.reading for captures in job.captures for capture in captures)
-        sae = next((reading.sae for reading in readings if isinstance(reading, StoredFeatures)), None)
-        if sae is None:
+        saes = list({reading.sae.digest: reading.sae for reading in readings if isinstance(reading, StoredFeatures)}.values())
+        if not saes:
             yield
             return
-        await self._engine.hold_sae(sae)
+        await self._engine.hold_saes(saes)
         try:
             yield
         finally:
-            await self._engine.release_sae(sae)
+            await self._engine.release_saes(saes)
 
     async def _generate(self, attempt: Attempt) -> list[Output]:
         """Run all prompts of the job concurrently: the engine batches them with each other and with other jobs."""
