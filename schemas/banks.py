@@ -36,6 +36,11 @@ class RowShape(Record):
         return self.heads * self.width
 
 
+def row_widths(hidden: int, *, heads: int, key_heads: int, head_size: int, neurons: int, experts: int) -> dict[str, int]:
+    """Bank → elements of a whole row. `experts`: 0 where there is no router."""
+    return {RESIDUAL: hidden, "query": heads * head_size, "key": key_heads * head_size, "mlp_act": neurons, "router": experts}
+
+
 def banks_of(sites: Mapping[Hook, list[int]]) -> dict[str, dict[Hook, list[int]]]:
     """Bank → its part of `sites`, in the order of `BANKS`."""
     parts = {bank: {hook: sites[hook] for hook in FORWARD if hook in hooks and hook in sites} for bank, hooks in BANKS.items()}

@@ -41,7 +41,7 @@ def _host_bytes() -> int:
 
 def facts(found: "Plan") -> dict[str, Any]:
     """For machines."""
-    model = {name: value for name, value in found.model._asdict().items() if name not in ("variant", "linears")}
+    model = {name: value for name, value in found.model._asdict().items() if name not in ("variant", "linears", "inside")}
     return {
         "model": model,
         "hooks": found.hooks,

@@ -1,7 +1,7 @@
 """What `midstream doctor --plan` says is what the engine's ranks then take."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,31 @@ def test_the_memory_of_buffers_is_that_of_the_buffers(config: dict[str, Any], gi
     real = buffers_of(sites, sizes, model.hidden_size, getattr(torch, model.dtype), torch.device("meta"))
     wanted = {field.name: getattr(real, field.name).nbytes for field in fields(Buffers)}
     assert {part.name: part.bytes for part in found.memory if part.where == "GPU"} == wanted
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "widths"),
+    [
+        (LLAMA_8B, 1, {"query": (3, 4096), "key": (3, 1024), "mlp_act": (1, 14336)}),
+        (LLAMA_8B, 16, {"query": (3, 256), "key": (3, 128), "mlp_act": (1, 896)}),  # 8 key heads: each is on two ranks
+        (QWEN_30B, 2, {"query": (3, 2048), "key": (3, 256), "router": (1, 128)}),
+    ],
+)
+def test_banks_inside_layers_count_with_their_own_ring_and_tables(
+    config: dict[str, Any], ranks: int, widths: dict[str, tuple[int, int]]
+) -> None:
+    settings, model = Settings(hooks="all,inside", tensor_parallel_size=ranks), model_of(config)
+    found = plan(model, settings)
+    assert found.ring is not None
+    memory = {part.name: part.bytes for part in found.memory}
+    assert {name for name in memory if name.endswith(": ring")} == {f"{bank}: ring" for bank in widths}
+    for bank, (hooks, width) in widths.items():
+        sites = hooks * found.layers
+        sizes = sizes_on_a_gpu(found, settings)[1]
+        real = buffers_of(sites, replace(sizes, patterns=2 * sites), width, getattr(torch, model.dtype), torch.device("meta"))
+        assert memory[f"{bank}: ring"] == real.ring.nbytes
+        tables = sum(getattr(real, field.name).nbytes for field in fields(Buffers)) - real.ring.nbytes
+        assert memory[f"{bank}: tables"] == tables
 
 
 def test_the_columns_are_those_of_the_kernels() -> None:

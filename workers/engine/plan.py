@@ -7,7 +7,7 @@ is exact (tests compare it with the buffers); times are estimates, see `runner.s
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
-from ...schemas.banks import asked_hooks
+from ...schemas.banks import BANKS, asked_hooks
 from ...schemas.dtypes import ITEM_BYTES
 from ...schemas.interventions import EVERY, FAMILIES, MAX_RANK, SCALARS
 from ...schemas.ring import Ring, plan_queue, plan_ring
@@ -15,6 +15,7 @@ from ...schemas.selectors import HOOKS, Hook
 from ...schemas.settings import Settings
 from ..runner.architectures import PRE_NORM, UnsupportedArchitectureError, Variant, variant_of
 from ..runner.site_costs import CASES, Machine, Shape, StepCost, step_cost
+from .plan_inside import Inside, inside_of
 
 #: As `kernels.plan` has them, which imports torch; a test compares.
 PLAN_COLUMNS, COUNTS, ROWS_PER_TOKEN = 16, 3, 8
@@ -60,6 +61,7 @@ class Model(NamedTuple):
     max_model_len: int
     weight_bytes: float = 0.0  # of a parameter on average, where they are quantised
     linears: tuple[Linear, ...] = ()  # of a layer, as Llama has them; none where adapters are refused
+    inside: Inside = Inside((), {}, {})
 
     @property
     def row_bytes(self) -> int:
@@ -128,6 +130,7 @@ def model_of(config: Mapping[str, Any], dtype: str = "auto") -> Model:
         int(text.get("max_position_embeddings") or 0),
         _weight_bytes(config, text),
         _linears(text),
+        inside_of(text, experts=_experts(text)),
     )
 
 
@@ -186,13 +189,15 @@ def plan(
     """
     machine = machine or Machine()
     eager = settings.enforce_eager if settings.enforce_eager is not None else not gpu
-    hooks = _hooks(model, settings)
+    hooks, inside = _hooks(model, settings), asked_hooks(settings.hooks)[1]
+    there = [hook for hook in model.inside.hooks if hook in inside]
     layers = -(-model.layers // settings.pipeline_parallel_size)
     ring = None
     if gpu or not eager:
         ring = plan_ring(
-            model.row_bytes, len(hooks), layers, step_tokens=settings.max_num_batched_tokens, requests=settings.max_num_seqs,
-            drafts=settings.speculative_tokens, accelerator=gpu, memory_bytes=gpu_bytes, size_mib=settings.capture_buffer_mib,
+            model.inside.ring_width(inside) * ITEM_BYTES[model.dtype], len(hooks) + len(inside), layers,
+            step_tokens=settings.max_num_batched_tokens, requests=settings.max_num_seqs, drafts=settings.speculative_tokens,
+            accelerator=gpu, memory_bytes=gpu_bytes, size_mib=settings.capture_buffer_mib,
         )  # fmt: skip
     shape = Shape(
         model.architecture, model.variant, layers, model.hidden_size, model.parameters * layers / model.layers,
@@ -201,18 +206,19 @@ def plan(
     queue = plan_queue(ring, accelerator=gpu, host_bytes=host_bytes, ranks=_ranks(settings), size_mib=settings.capture_queue_mib)
     return Plan(
         model,
-        hooks,
+        [*hooks, *there],
         layers,
         ring,
         shape.step_s(machine),
         [
-            *buffers(model, settings, len(hooks) * layers, ring, gpu=gpu),
+            *buffers(model.row_bytes, settings, len(hooks) * layers, ring, gpu=gpu),
+            *_inside(model, settings, model.inside.sites(inside, layers), ring, gpu=gpu),
             *_adapters(model, settings, layers, gpu=gpu),
             *_host_memory(settings, queue),
         ],
         _work(shape, hooks, settings, machine) if gpu and not eager else [],
         _streams(model, hooks, tokens_per_second),
-        _limits(model, settings, hooks, layers, ring, queue, tokens_per_second),
+        _limits(model, settings, [*hooks, *there], layers, ring, queue, tokens_per_second),
     )
 
 
@@ -232,10 +238,12 @@ def _ranks(settings: Settings) -> int:
 # -- memory --------------------------------------------------------------------------------------------------------------
 
 
-def buffers(model: Model, settings: Settings, sites: int, ring: Ring | None, *, gpu: bool) -> list[Memory]:
-    """Of a rank with so many sites, name for name as `runner.sites.Buffers`; on the CPU they are in the host's memory."""
+def buffers(width: int, settings: Settings, sites: int, ring: Ring | None, *, gpu: bool) -> list[Memory]:
+    """Of a rank with so many sites of one bank, name for name as `runner.sites.Buffers`; on the CPU they are in the host's memory.
+
+    `width`: bytes of a row.
+    """
     capacity, rows = settings.max_num_batched_tokens, settings.steering_rows
-    width = model.row_bytes
     entries = 1 + settings.steering_entries
     where: Literal["GPU", "host"] = "GPU" if gpu else "host"
     ring_rows = ring.rows * ring.halves if ring else 0
@@ -260,6 +268,19 @@ def buffers(model: Model, settings: Settings, sites: int, ring: Ring | None, *, 
         "counts": (sites * COUNTS * 4, "what each site did", "hooks"),
     }
     return [Memory(name, size, where, about, setting) for name, (size, about, setting) in found.items()]
+
+
+def _inside(model: Model, settings: Settings, sites: Mapping[str, int], ring: Ring | None, *, gpu: bool) -> list[Memory]:
+    """The ring and the tables of each bank inside attention and MLP; `sites`: of each. As `buffers`, summed."""
+    found = []
+    for bank, count in sites.items():
+        width = model.inside.width(bank, settings.tensor_parallel_size) * ITEM_BYTES[model.dtype]
+        rows, *tables = buffers(width, settings, count, ring, gpu=gpu)
+        named = ", ".join(hook for hook in BANKS[bank] if hook in model.inside.hooks)
+        found.append(rows._replace(name=f"{bank}: ring", about=f"the same for {named}"))
+        total = sum(part.bytes for part in tables)
+        found.append(Memory(f"{bank}: tables", total, rows.where, "vectors, configurations and plans, likewise", "hooks"))
+    return found
 
 
 def _adapters(model: Model, settings: Settings, layers: int, *, gpu: bool) -> list[Memory]:
@@ -358,7 +379,7 @@ def _limits(
         f"at most {settings.steering_entries // (2 * MAX_RANK)} such lowranks fit"
     )
     if asked_hooks(settings.hooks)[1]:
-        found.append("hooks: rings and tables of the hooks inside attention and MLP come on top of these figures")
+        found.append("hooks: hooks inside attention and MLP are counted in memory, and not in work per step or bytes to the disk")
     memory = settings.memory_limit_kib * 1024 // model.row_bytes
     found.append(f"memory_limit_kib: a response holds at most {memory} rows of one prompt (consumer memory)")
     if memory < 1:

@@ -20,7 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from ...schemas.attention import grouped
-from ...schemas.banks import BANK, RESIDUAL, RowShape, asked_hooks
+from ...schemas.banks import BANK, RESIDUAL, RowShape, asked_hooks, row_widths
 from ...schemas.engine_errors import in_our_settings
 from ...schemas.errors import MidstreamError
 from ...schemas.global_capture import from_settings
@@ -442,13 +442,14 @@ def _ring(settings: Settings, config: Any, hooks: int, layers: int, inside: Sequ
     if on_cpu and settings.enforce_eager:
         return None
     text = config.hf_text_config
-    widths = {
-        RESIDUAL: config.get_hidden_size(),
-        "query": int(getattr(text, "num_attention_heads", 1)) * config.get_head_size(),
-        "key": config.get_total_num_kv_heads() * config.get_head_size(),
-        "mlp_act": int(getattr(text, "intermediate_size", None) or 4 * config.get_hidden_size()),
-        "router": int(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0),
-    }  # fmt: skip
+    widths = row_widths(
+        config.get_hidden_size(),
+        heads=int(getattr(text, "num_attention_heads", 1)),
+        key_heads=config.get_total_num_kv_heads(),
+        head_size=config.get_head_size(),
+        neurons=int(getattr(text, "intermediate_size", None) or 4 * config.get_hidden_size()),
+        experts=int(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0),
+    )
     return plan_ring(
         sum(widths[bank] for bank in {RESIDUAL, *(BANK[hook] for hook in INSIDE if hook in inside)}) * config.dtype.itemsize,
         hooks + len(inside),
