@@ -20,7 +20,22 @@ OPS: dict[int, Edit] = {}
 
 
 def edited(code: int, rows: torch.Tensor, vector: torch.Tensor, strength: float, numbers: tuple[float, float]) -> torch.Tensor:
-    """`s + strength · (op(s) − s)` for each row s of float32 `[n, hidden_size]`; with strength 1 the op's own bits. NaN where it fails."""
+    """`s + strength · (op(s) − s)` for each row s of float32 `[n, hidden_size]`; with strength 1 the op's own bits. NaN where it fails.
+
+    Requests with the same edit are edited in one call. Where that fails, each row is tried alone, so that only those that cannot be
+    edited fail.
+    """
+    found = _tried(code, rows, vector, numbers)
+    if found is None:
+        alone = (_tried(code, row, vector, numbers) for row in rows.split(1)) if len(rows) > 1 else [None]
+        found = torch.cat(
+            [torch.full_like(row, float("nan")) if new is None else new for row, new in zip(rows.split(1), alone, strict=True)]
+        )
+    return found if strength == 1.0 else rows + strength * (found - rows)
+
+
+def _tried(code: int, rows: torch.Tensor, vector: torch.Tensor, numbers: tuple[float, float]) -> torch.Tensor | None:
+    """What the op gives; None where it fails."""
     try:
         given, along = rows.numpy(), vector.numpy()
         given.flags.writeable = along.flags.writeable = False
@@ -28,7 +43,6 @@ def edited(code: int, rows: torch.Tensor, vector: torch.Tensor, strength: float,
         if new.shape != given.shape or new.dtype != np.float32:
             raise TypeError(f"it returned {new.dtype} of shape {new.shape}, for float32 rows of shape {given.shape}")
     except (Exception, SystemExit):
-        logger.exception("installed op %d failed: its rows become NaN", code)
-        return torch.full_like(rows, float("nan"))
-    found = torch.from_numpy(new)
-    return found if strength == 1.0 else rows + strength * (found - rows)
+        logger.exception("installed op %d failed for %d rows: those that fail alone become NaN", code, len(rows))
+        return None
+    return torch.from_numpy(new)

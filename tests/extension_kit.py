@@ -27,6 +27,8 @@ class UnrulyOp:
             return rows / np.float32(0)
         if mood == 4:
             sys.exit(2)
+        if mood == 5 and np.abs(rows).max() > 1000:
+            raise ValueError("a row is too long")
         return rows + np.float32(1)
 """
 

@@ -1,7 +1,7 @@
 """Engines that tests share: each starts once, and an idle one costs memory only. Others are forked from a process that imported all."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -93,10 +93,10 @@ def nursery(nurseries: Callable[[str], Nursery]) -> Nursery:
 EXTENSIONS = "row_geometry, unruly"
 
 
-def with_extensions(site: Path) -> dict[str, str]:
-    """Environment of an engine beside which packages with readers and ops are installed."""
+def with_extensions(site: Path, env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment of an engine beside which packages with readers and ops are installed; `env`: what it has otherwise."""
     install_unruly(install_example(site))
-    return {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return {**env, "PYTHONPATH": os.pathsep.join([str(site), *filter(None, [env.get("PYTHONPATH")])])}
 
 
 @pytest.fixture(scope="session")
@@ -122,7 +122,16 @@ def v1(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 @pytest.fixture(scope="session")
 def cached(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """Prefix cache on, and so few KV blocks that concurrent requests preempt one another."""
-    host = Host(tmp_path_factory.mktemp("cached"), llama, num_gpu_blocks=8, max_model_len=512, fault="rpc", hooks="all,inside")
+    host = Host(
+        tmp_path_factory.mktemp("cached"),
+        llama,
+        with_extensions(tmp_path_factory.mktemp("site")),
+        num_gpu_blocks=8,
+        max_model_len=512,
+        fault="rpc",
+        hooks="all,inside",
+        extensions=EXTENSIONS,
+    )
     yield host
     host.close()
 
@@ -136,9 +145,16 @@ def interpreted() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def v2(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """The v2 runner."""
-    directory = tmp_path_factory.mktemp("v2")
     host = Host(
-        directory, llama, interpreted(), runner="v2", max_num_batched_tokens=64, max_model_len=256, max_num_seqs=8, hooks="all,inside"
+        tmp_path_factory.mktemp("v2"),
+        llama,
+        with_extensions(tmp_path_factory.mktemp("site"), interpreted()),
+        runner="v2",
+        max_num_batched_tokens=64,
+        max_model_len=256,
+        max_num_seqs=8,
+        hooks="all,inside",
+        extensions=EXTENSIONS,
     )
     yield host
     host.close()
@@ -147,7 +163,7 @@ def v2(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 @pytest.fixture(scope="session")
 def overlapped(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """The v2 runner on two pipeline stages, three steps under way, and so few KV blocks that requests preempt one another."""
-    env = interpreted() | {"OVERLAP_STEPS": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    env = with_extensions(tmp_path_factory.mktemp("site"), interpreted()) | {"OVERLAP_STEPS": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
     host = Host(
         tmp_path_factory.mktemp("overlapped"),
         qwen3,
@@ -159,6 +175,8 @@ def overlapped(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         max_num_seqs=8,
         block_size=32,
         num_gpu_blocks=10,
+        hooks="all,inside",
+        extensions=EXTENSIONS,
     )
     yield host
     host.close()
@@ -189,7 +207,16 @@ def two_ranks() -> None:
 @pytest.fixture(scope="session")
 def tp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """Two tensor-parallel ranks; each tenant has a prefix cache of its own."""
-    host = Host(tmp_path_factory.mktemp("tp2"), qwen3, tensor_parallel_size=2, fault="rpc", prefix_cache_scope="tenant", hooks="all,inside")
+    host = Host(
+        tmp_path_factory.mktemp("tp2"),
+        qwen3,
+        with_extensions(tmp_path_factory.mktemp("site")),
+        tensor_parallel_size=2,
+        fault="rpc",
+        prefix_cache_scope="tenant",
+        hooks="all,inside",
+        extensions=EXTENSIONS,
+    )
     yield host
     host.close()
 
@@ -197,6 +224,13 @@ def tp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]
 @pytest.fixture(scope="session")
 def pp2(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """Two pipeline stages."""
-    host = Host(tmp_path_factory.mktemp("pp2"), qwen3, pipeline_parallel_size=2, hooks="all,inside")
+    host = Host(
+        tmp_path_factory.mktemp("pp2"),
+        qwen3,
+        with_extensions(tmp_path_factory.mktemp("site")),
+        pipeline_parallel_size=2,
+        hooks="all,inside",
+        extensions=EXTENSIONS,
+    )
     yield host
     host.close()

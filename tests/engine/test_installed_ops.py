@@ -55,6 +55,41 @@ def test_ops_edit_their_rows_and_no_others(engine: str, request: pytest.FixtureR
     assert host.receipts(jobs["cap"])[0].applied == len(host.capture(jobs["cap"]).positions())
 
 
+@pytest.mark.parametrize("engine", ["cached", "v2", "tp2", "pp2", "overlapped"])
+def test_ops_edit_their_rows_alike_on_every_runner_rank_and_stage(engine: str, request: pytest.FixtureRequest) -> None:
+    """Of each request at a layer of its own, beside failing ones; where there are few blocks, requests are preempted meanwhile."""
+    host: Host = request.getfixturevalue(engine)
+    before, unit = host.call("midstream_status")[0]["preemptions"], VECTOR / np.linalg.norm(VECTOR)
+    length, tokens = (110, 60) if engine == "cached" else (58, 14)
+    jobs = {}
+    for layer in ALL:
+        steering = host.steering(SteeringSpec(extension="along", layers=[layer], vector=from_numpy(VECTOR), strength=0.5))
+        jobs[layer] = host.job(prompt_of(length, seed=30 + layer), max_tokens=tokens, capture=SIDES, steering=steering)
+    raises = SteeringSpec(extension="unruly", layers=[LAYERS - 1], options={"mood": 1.0})
+    failing = host.job(prompt_of(12), steering=host.steering(raises))
+    host.run_together(*jobs.values(), failing)
+    for edited, job in jobs.items():
+        sides = [host.capture(job, side) for side in (0, 1)]
+        for layer in ALL:
+            old, new = (reader.array(layer) for reader in sides)
+            wanted = old + 0.5 * (old @ unit)[:, None] * unit
+            np.testing.assert_allclose(new, wanted if layer == edited else old, rtol=1e-4, atol=1e-5)
+        applied = sum(receipt.applied for receipt in host.receipts(job))
+        assert applied == (length + tokens - 1) * host.settings.tensor_parallel_size
+    assert "intervention_failed" in {receipt.kind for receipt in host.receipts(failing)}
+    assert (host.call("midstream_status")[0]["preemptions"] > before) == (engine in ("cached", "overlapped"))
+
+
+def test_an_op_that_fails_for_one_request_edits_the_rows_of_others_with_the_same_edit(v1: Host) -> None:
+    same = SteeringSpec(extension="unruly", layers=1, options={"mood": 5.0})
+    far = SteeringSpec(op="add", layers=1, vector=from_numpy(np.full(HIDDEN, 1e4, np.float32)))
+    good, bad = v1.job(prompt_of(20), capture=SIDES, steering=v1.steering(same)), v1.job(prompt_of(20), steering=v1.steering(far, same))
+    v1.run_together(good, bad)
+    assert v1.receipts(bad)[0].kind == "intervention_failed"
+    before, after = (v1.capture(good, side).array(1) for side in (0, 1))
+    np.testing.assert_array_equal(after, before + np.float32(1))
+
+
 def test_what_an_op_does_wrong_fails_its_request_alone(v1: Host) -> None:
     def wrong(seed: int, mood: float) -> Job:
         return v1.job(prompt_of(20, seed=seed), steering=v1.steering(SteeringSpec(extension="unruly", layers=1, options={"mood": mood})))

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from host import Host, capture_of, prompt_of
 from tiny import LAYERS
 
@@ -55,6 +56,30 @@ def test_reader_gets_the_rows_of_a_capture_in_chunks_and_beside_others(v1: Host)
     assert (whole.package, whole.version, whole.options) == ("row-geometry", "1.0", {"k": 4})
     assert short.parts[0].arrays["dimensions"].numpy().shape == (1, 1, 3)
     assert [each["digest"] for each in v1.info["extensions"] if each["name"] == "row-geometry"] == [whole.digest]
+
+
+@pytest.mark.parametrize("engine", ["v2", "tp2", "pp2", "overlapped"])
+def test_reader_gets_the_rows_of_a_capture_on_every_runner_rank_and_stage(engine: str, request: pytest.FixtureRequest) -> None:
+    """Each stage reads its own layers, one rank of it; a fault fails the request, also where one stage reads nothing, and no other."""
+    host: Host = request.getfixturevalue(engine)
+    stages = host.settings.pipeline_parallel_size
+    wish: Any = {"hooks": {"post_block": "all", "mlp_out": [1]}, "positions": "all"}
+    captures = [capture_of([], "all", sites={"mlp_out": [1], "post_block": ALL}), reader(host, "row-geometry", 70, **wish)]
+    raising = reader(host, "unruly", 12, layers=[LAYERS - 1], options={"mood": "raise"})
+    job, failing = host.job(prompt_of(70), max_tokens=4, capture=captures), host.job(prompt_of(12), capture=raising)
+    host.run(job, failing)
+    stored, (reading,) = host.capture(job), read(host, job)
+    assert len(reading.parts) == stages
+    seen = []
+    for part in reading.parts:
+        sites = [(hook, layer) for hook, layers in part.sites.items() for layer in layers]
+        norms = np.linalg.norm(np.stack([stored.array(layer, hook=hook) for hook, layer in sites]), axis=-1)  # type: ignore[arg-type]
+        np.testing.assert_allclose(part.arrays["norm"].numpy(), norms, rtol=1e-6)
+        assert (part.positions, part.token_ids) == (stored.positions(), stored.token_ids())
+        seen += sites
+    assert sorted(seen) == sorted([("mlp_out", 1), *(("post_block", layer) for layer in ALL)])
+    told = [(receipt.kind, "unruly: ValueError: no such luck" in receipt.message) for receipt in host.receipts(failing)]
+    assert ("reading_failed", True) in told
 
 
 def test_a_fault_in_a_reader_fails_its_request_alone(v1: Host) -> None:

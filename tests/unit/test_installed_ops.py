@@ -14,7 +14,7 @@ from extension_kit import install, install_example, install_unruly
 from midstream import __version__
 from midstream.api.resolve.captures import Bounds, PromptFacts
 from midstream.api.resolve.steering import resolve_edits, resolve_module
-from midstream.kernels import reference
+from midstream.kernels import installed, reference
 from midstream.kernels.installed import OPS
 from midstream.kernels.plan import Does, SitePlan
 from midstream.schemas.errors import MidstreamError
@@ -194,3 +194,23 @@ def test_what_an_op_does_wrong_is_marked_on_its_rows_alone(site: Path, mood: flo
     assert not torch.isfinite(new[0]).all()
     assert torch.equal(new[1], stream[1] + 1)
     assert torch.equal(new[2:], stream[2:])
+
+
+def test_rows_that_fail_alone_take_no_others_with_them() -> None:
+    """Requests with equal edits share a call: only the rows that the op cannot edit become NaN."""
+
+    def edit(rows: np.ndarray, vector: np.ndarray, numbers: tuple[float, float]) -> np.ndarray:
+        if (rows > 10).any():
+            raise ValueError("too large")
+        return rows + np.float32(2)
+
+    OPS[5] = edit
+    try:
+        rows = torch.tensor([[1.0] * HIDDEN, [11.0] * HIDDEN, [3.0] * HIDDEN])
+        for strength in (1.0, 0.5):
+            new = installed.edited(5, rows, torch.zeros(HIDDEN), strength, (0.0, 0.0))
+            assert torch.equal(new[[0, 2]], rows[[0, 2]] + 2 * strength)
+            assert new[1].isnan().all()
+        assert installed.edited(5, rows[1:2], torch.zeros(HIDDEN), 1.0, (0.0, 0.0)).isnan().all()
+    finally:
+        OPS.clear()
