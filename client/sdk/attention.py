@@ -33,23 +33,30 @@ _SAME = frozenset({"model", "lora", "steering", "patch", "priority", "expires_in
 Patterns = Mapping[tuple[int, int], np.ndarray]
 
 
-def values_fields(prompt: str | Sequence[int], patterns: Patterns, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a job that captures what `attention_patches` takes. Raises MidstreamError unless the patterns are of one layer.
-
-    Values of a higher layer depend on what is patched below.
-    """
+def by_layer(patterns: Patterns, fields: Mapping[str, Any]) -> dict[int, Patterns]:
+    """The patterns of each layer, lowest first. Raises MidstreamError for layers there are not, and for probes that may edit values."""
     layers = sorted({layer for layer, _ in patterns})
-    if len(layers) != 1 or layers[0] < 0:
-        raise invalid("patterns", f"are of layers {layers}", allowed="heads of one layer, counted from 0")
-    capture = {"hooks": {"q": layers, "v": layers}, "positions": "all_prompt", "at": "after"}
+    if not layers or layers[0] < 0:
+        raise invalid("patterns", f"are of layers {layers}", allowed="heads of one or more layers, counted from 0")
+    given = fields.get("probes") or []
+    for probe in given if isinstance(given, list | tuple) else [given]:
+        if (probe.get("action") if isinstance(probe, Mapping) else getattr(probe, "action", None)) == "steer":
+            raise invalid("probes", "a probe that steers by its scores may edit the values", allowed="other actions of probes")
+    return {layer: {place: pattern for place, pattern in patterns.items() if place[0] == layer} for layer in layers}
+
+
+def values_fields(prompt: str | Sequence[int], layer: int, patches: list[PatchSpec], fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a job that captures what `attention_patches` takes of a layer, with `patches` of the layers below it."""
+    capture = {"hooks": {"q": [layer], "v": [layer]}, "positions": "all_prompt", "at": "after"}
     same = {name: value for name, value in fields.items() if name in _SAME}
-    return {**same, "sampling": {"max_tokens": 1}, "prompts": [prompt if isinstance(prompt, str) else list(prompt)], "capture": capture}
+    return {**patched_fields(prompt, patches, same), "sampling": {"max_tokens": 1}, "capture": capture}
 
 
 def attention_patches(reader: CaptureReader, patterns: Patterns) -> list[PatchSpec]:
     """z ← A′·v, a patch for each token of the prompt: what the heads of `patterns` give if they attend so to their own values.
 
-    `reader`: a capture of `q` and `v` of their layer at all positions of the prompt. Raises MidstreamError as `mixed` does.
+    `patterns`: of one layer. `reader`: a capture of `q` and `v` of that layer at all positions of the prompt. Raises MidstreamError as
+    `mixed` does.
     """
     ((layer, _), *_), heads = patterns, {head: pattern for (_, head), pattern in patterns.items()}
     kind = reader.attention_kind(layer)
@@ -65,7 +72,8 @@ def patched_fields(prompt: str | Sequence[int], patches: list[PatchSpec], fields
     """The fields of the job with these patches beside its own."""
     own = fields.get("patch", [])
     prompts = [prompt if isinstance(prompt, str) else list(prompt)]
-    return {**fields, "prompts": prompts, "patch": [*(own if isinstance(own, list | tuple) else [own]), *patches]}
+    patched = {"patch": [*(own if isinstance(own, list | tuple) else [own]), *patches]} if patches else {}
+    return {**fields, "prompts": prompts, **patched}
 
 
 class AttentionCalls(ABC):
@@ -89,14 +97,17 @@ class AttentionCalls(ABC):
             return attention_of(reader, layers, heads)
 
     def patch_attention(self, prompt: str | Sequence[int], patterns: Patterns, **fields: Any) -> JobResult:
-        """Run a prompt in which some heads of a layer attend as `patterns` say: z ← A′·v, with the prompt's own values.
+        """Run a prompt in which some heads attend as `patterns` say: z ← A′·v, with the prompt's own values, layer after layer.
 
         `patterns`: (layer, head) → `[query, key]` over the tokens of the prompt, where no query attends to a key behind it; rows
         need not sum to 1. Tokens that are generated attend as the model does. `fields`: of the job, such as `model`, `capture` and
-        `sampling`. Takes two requests: the first captures the values. Raises what `attention_patches` and the jobs raise.
+        `sampling`; probes may not steer. Takes a request for each layer, which captures its values behind the patches below, and the
+        job itself. Raises what `attention_patches` and the jobs raise.
         """
-        with self.capture(self.run(**({"progress": False} | values_fields(prompt, patterns, fields)))) as reader:
-            patches = attention_patches(reader, patterns)
+        patches: list[PatchSpec] = []
+        for layer, wanted in by_layer(patterns, fields).items():
+            with self.capture(self.run(**({"progress": False} | values_fields(prompt, layer, patches, fields)))) as reader:
+                patches = [*patches, *attention_patches(reader, wanted)]
         return self.run(**patched_fields(prompt, patches, fields))
 
 
@@ -117,6 +128,8 @@ class AsyncAttentionCalls(ABC):
 
     async def patch_attention(self, prompt: str | Sequence[int], patterns: Patterns, **fields: Any) -> JobResult:
         """As `AttentionCalls.patch_attention`."""
-        with await self.capture(await self.run(**({"progress": False} | values_fields(prompt, patterns, fields)))) as reader:
-            patches = attention_patches(reader, patterns)
+        patches: list[PatchSpec] = []
+        for layer, wanted in by_layer(patterns, fields).items():
+            with await self.capture(await self.run(**({"progress": False} | values_fields(prompt, layer, patches, fields)))) as reader:
+                patches = [*patches, *attention_patches(reader, wanted)]
         return await self.run(**patched_fields(prompt, patches, fields))

@@ -19,11 +19,12 @@ from transformers.models.llama import modeling_llama
 from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
 from midstream.client.captures.patterns import attention_of
 from midstream.client.captures.reader import CaptureReader
-from midstream.client.sdk.attention import attention_patches
+from midstream.client.sdk.attention import attention_patches, by_layer
 from midstream.schemas.attention import AttentionKind
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import ModelInfo
-from midstream.schemas.specs import CaptureSpec, PatchSpec
+from midstream.schemas.specs import CaptureSpec, PatchSource, PatchSpec
+from midstream.schemas.tensors import from_numpy
 
 #: Of the tiny models whose heads have a width of their own.
 HEADS, HEAD_DIM = 4, 32
@@ -100,17 +101,23 @@ def test_a_pattern_needs_the_keys_that_its_queries_see(v1: Host) -> None:
 def test_a_patched_pattern_gives_the_rows_of_a_transformers_model_that_attends_so(
     cached: Host, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of heads that share a key head and one that does not: the output of every layer, and of the same prompt without it."""
-    rng, prompt, layer = np.random.default_rng(4), prompt_of(150, seed=9), 1
-    patterns = {(layer, head): np.tril(rng.uniform(0, 0.2, (150, 150))) for head in (1, 2, 3)}
-    values = CaptureSpec(hooks={"q": [layer], "v": [layer]}, positions="all_prompt", at="after")
-    ((reader, _),) = captured(cached, prompt, spec=values)
+    """Of two layers, the higher with the values that the lower gives it, beside an edit of values; and the same prompt without it."""
+    rng, prompt, lowest, edited = np.random.default_rng(4), prompt_of(150, seed=9), 1, np.full(64, 0.5, np.float32)
+    patterns = {place: np.tril(rng.uniform(0, 0.2, (150, 150))) for place in ((1, 1), (1, 2), (1, 3), (2, 0))}
+    patches = [PatchSpec(layers=1, hook="v", positions=[7], source=PatchSource(vector=from_numpy(edited)))]
+    for layer, wanted in by_layer(patterns, {}).items():
+        values = CaptureSpec(hooks={"q": [layer], "v": [layer]}, positions="all_prompt", at="after")
+        ((reader, _),) = captured(cached, prompt, spec=values, patch=patches)
+        patches += attention_patches(reader, wanted)
     outputs = CaptureSpec(hooks={"post_block": "all"}, positions="all_prompt")
-    ((found, _),) = captured(cached, prompt, spec=outputs, patch=attention_patches(reader, patterns))
+    ((found, _),) = captured(cached, prompt, spec=outputs, patch=patches)
     ((plain, _),) = captured(cached, prompt, spec=outputs)
     eager = modeling_llama.eager_attention_forward
 
     def attend(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if module.layer_idx == 1:
+            value = value.clone()
+            value[0, :, 7] = torch.from_numpy(edited).view(2, HEAD_DIM)
         given, weights = eager(module, query, key, value, *rest, **more)
         for (of, head), pattern in patterns.items():
             if module.layer_idx == of:
@@ -131,7 +138,7 @@ def test_a_patched_pattern_gives_the_rows_of_a_transformers_model_that_attends_s
     for number, (expected, before) in enumerate(zip(rows(), unpatched, strict=True)):
         assert relative_error(found.array(number), expected) <= FP32_ROWS
         assert relative_error(plain.array(number), before) <= FP32_ROWS
-        assert (relative_error(expected, before) > 0.01) == (number >= layer)
+        assert (relative_error(expected, before) > 0.01) == (number >= lowest)
 
 
 def _first(output: Any) -> Any:

@@ -18,7 +18,7 @@ from midstream.client.cli.main import main
 from midstream.client.notebook import rendered
 from midstream.client.render import attention as show
 from midstream.client.render import attention_figure, figures
-from midstream.client.sdk.attention import AsyncAttentionCalls, AttentionCalls, attention_patches, capture_fields, values_fields
+from midstream.client.sdk.attention import AsyncAttentionCalls, AttentionCalls, attention_patches, by_layer, capture_fields, values_fields
 from midstream.schemas.attention import AttentionKind
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.images import ImageSpan
@@ -253,14 +253,17 @@ def test_a_pattern_that_no_request_could_have_is_refused(pattern: np.ndarray, wo
     assert caught.value.field == "patterns"
 
 
-def test_patched_patterns_are_of_heads_of_one_layer() -> None:
+def test_patched_patterns_are_of_heads_there_are_and_of_values_that_stay() -> None:
     ideal = np.eye(13)
     with pytest.raises(MidstreamError, match="head 4 is out of range"):
         attention_patches(reader(hooks=("q", "v")), {(0, 4): ideal})
-    for given in ({}, {(0, 1): ideal, (1, 1): ideal}, {(-1, 0): ideal}):
+    for given in ({}, {(-1, 0): ideal}):
         with pytest.raises(MidstreamError, match="patterns: are of layers"):
-            values_fields("a", given, {})
-    fields = values_fields("a", {(1, 0): ideal}, {"model": "m", "lens": {"layers": -1}, "sampling": {"max_tokens": 9}})
+            by_layer(given, {})
+    with pytest.raises(MidstreamError, match="probes: a probe that steers by its scores"):
+        by_layer({(1, 0): ideal}, {"probes": ["p", {"probe": "q", "action": "steer"}]})
+    assert list(by_layer({(2, 0): ideal, (0, 1): ideal, (2, 3): ideal}, {"probes": "p"})) == [0, 2]
+    fields = values_fields("a", 1, [], {"model": "m", "lens": {"layers": -1}, "sampling": {"max_tokens": 9}})
     assert fields == {
         "model": "m", "prompts": ["a"], "sampling": {"max_tokens": 1},
         "capture": {"hooks": {"q": [1], "v": [1]}, "positions": "all_prompt", "at": "after"},
@@ -299,7 +302,7 @@ class _Awaiting(_Calls, AsyncAttentionCalls):
 
 def test_both_clients_submit_the_same_jobs_and_give_the_same_patterns() -> None:
     blocking, awaiting = _Blocking(), _Awaiting()
-    wanted = {(0, 2): np.eye(len(TOKENS))}
+    wanted = {(1, 2): np.eye(len(TOKENS)), (0, 2): np.eye(len(TOKENS))}
     own = {"layers": 0, "positions": "all_prompt", "hook": "attn_out", "source": {"zeros": True}}
 
     async def both() -> Any:
@@ -311,9 +314,10 @@ def test_both_clients_submit_the_same_jobs_and_give_the_same_patterns() -> None:
     found_too, job_too = asyncio.run(both())
     np.testing.assert_array_equal(found[1], found_too[1])
     assert (found.heads, job, blocking.jobs) == ({1: [0, 1]}, job_too, awaiting.jobs)
-    _, values, patched = blocking.jobs
+    _, values, above, patched = blocking.jobs
     assert "lens" not in values
     assert values["patch"] == own
+    assert (above["capture"]["hooks"], above["patch"]) == ({"q": [1], "v": [1]}, patched["patch"][: 1 + len(TOKENS)])
     assert patched["patch"][0] == own
-    assert len(patched["patch"]) == 1 + len(TOKENS)
+    assert [each.layers for each in patched["patch"][1:]] == [0] * len(TOKENS) + [1] * len(TOKENS)
     assert patched["lens"] == {"layers": -1}
