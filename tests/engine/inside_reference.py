@@ -5,7 +5,7 @@ Forward hooks on its projections, and its eager attention with the queries, keys
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 #: Names of modules in transformers, by what they do.
 ATTENTION = ("self_attn", "attn", "attention")
 OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")
-DOWN = ("mlp.down_proj", "mlp.c_proj", "fc2", "mlp.dense_4h_to_h")
-GATES = ("mlp.gate", "block_sparse_moe.gate")
+DOWN = ("mlp.down_proj", "mlp.c_proj", "fc2", "mlp.dense_4h_to_h", "feed_forward.down_proj")
+GATES = ("mlp.gate", "block_sparse_moe.gate", "mlp.router", "feed_forward.router")
+
+
+def _unscaled(attention: Any) -> float:
+    return 1.0
+
+
+#: Kind of model → what transformers multiplies queries with before its attention; vLLM does so in it.
+SCALED_BEFORE: Mapping[str, Callable[[Any], float]] = {"opt": lambda attention: attention.scaling}
 
 
 def _child(module: nn.Module, paths: Sequence[str]) -> Any:
@@ -34,7 +42,7 @@ def _child(module: nn.Module, paths: Sequence[str]) -> Any:
 
 
 class InsideReference:
-    """`rows(tokens)`: (hook, layer) → `[tokens, width]` float32."""
+    """`rows(tokens)`: (hook, layer) → `[tokens, width]` float32; at `pattern` `[heads, query, key]`."""
 
     def __init__(self, path: Path):
         config = AutoConfig.from_pretrained(path)
@@ -53,8 +61,12 @@ class InsideReference:
 
         def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             number = attentions[id(module)]
-            parts = [self._heads(hook, number, rows) for hook, rows in (("q", query), ("k", key), ("v", value))]
-            return eager(module, *parts, *args, **kwargs)
+            before = SCALED_BEFORE.get(self.model.config.model_type, _unscaled)(module)
+            parts = [self._heads("q", number, query / before) * before]
+            parts += [self._heads(hook, number, rows) for hook, rows in (("k", key), ("v", value))]
+            output, weights = eager(module, *parts, *args, **kwargs)
+            self._found["pattern", number] = weights[0].numpy()
+            return output, weights
 
         with ExitStack() as stack, torch.no_grad():
             stack.enter_context(mock.patch.object(source, "eager_attention_forward", attend))
@@ -70,11 +82,11 @@ class InsideReference:
         def entering(hook: str) -> Any:
             return lambda _, args: (self._seen(hook, number, args[0]), *args[1:])
 
-        def leaving(hook: str, start: int | None = None, stop: int | None = None) -> Any:
+        def leaving(hook: str, columns: Any = slice(None)) -> Any:
             def after(_: nn.Module, args: Any, output: Any) -> Any:
                 rows = output[0] if isinstance(output, tuple) else output
                 edited = rows.clone()
-                edited[..., start:stop] = self._seen(hook, number, rows[..., start:stop])
+                edited[..., columns] = self._seen(hook, number, rows[..., columns])
                 return (edited, *output[1:]) if isinstance(output, tuple) else edited
 
             return after
@@ -87,14 +99,23 @@ class InsideReference:
             handles.append(down.register_forward_pre_hook(entering("mlp_act")))
         if (gate := _child(layer, GATES)) is not None:
             handles.append(gate.register_forward_hook(leaving("router")))
-        if (fused := _child(attention, ("c_attn",))) is not None:
-            width = attention.split_size
-            handles.append(fused.register_forward_hook(leaving("q_proj", 0, width)))
-            handles.append(fused.register_forward_hook(leaving("k_proj", width, 2 * width)))
-        else:
-            handles.append(attention.q_proj.register_forward_hook(leaving("q_proj")))
-            handles.append(attention.k_proj.register_forward_hook(leaving("k_proj")))
+        for projection, columns in self._projections(attention).items():
+            for hook, where in columns.items():
+                handles.append(projection.register_forward_hook(leaving(hook, where)))
         return handles
+
+    def _projections(self, attention: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+        """What gives queries and keys → the columns of what it gives; none where transformers has other projections."""
+        config = self.model.config.get_text_config()
+        heads = config.num_attention_heads
+        width = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None) or config.hidden_size // heads
+        if (fused := _child(attention, ("c_attn", "qkv_proj"))) is not None:
+            size, keys = heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width
+            return {fused: {"q_proj": slice(0, size), "k_proj": slice(size, size + keys)}}
+        if (fused := _child(attention, ("query_key_value",))) is not None:  # of each head in turn its query, key and value
+            columns = torch.arange(heads * 3 * width).view(heads, 3, width)
+            return {fused: {"q_proj": columns[:, 0].flatten(), "k_proj": columns[:, 1].flatten()}}
+        return {module: {hook: slice(None)} for hook in ("q_proj", "k_proj") if (module := _child(attention, (hook,))) is not None}
 
     def _heads(self, hook: str, number: int, rows: torch.Tensor) -> torch.Tensor:
         """`[1, heads, tokens, width]`."""

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from draft_heads import AUX_LAYERS, eagle3_head, echo_target, glm4_moe, mimo
 from host import Host, capture_of, prompt_of, relative_error, steer
+from inside_reference import InsideReference
 from nursery import Nursery
 from reference import Edit, Reference
 from test_graded_tokens import EVERY, logprobs_of, truth
+from test_inside import check_together
 from test_reentry import ask, base_run, cell, graded
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_LOGPROBS, FP32_ROWS
@@ -44,6 +46,7 @@ WAYS = [
 class Drafting(NamedTuple):
     host: Host
     reference: Reference
+    target: Path
     drafter: str
     aux: Path  # what an EAGLE-3 head was given, a file for each time
 
@@ -69,9 +72,10 @@ def drafting(
         max_num_seqs=8,
         max_num_batched_tokens=64,
         block_size=32,
+        hooks="all,inside",
         **head,
     )
-    yield Drafting(host, Reference(target), drafter, folder / "aux")
+    yield Drafting(host, Reference(target), target, drafter, folder / "aux")
     host.close()
 
 
@@ -134,6 +138,10 @@ def test_tokens_rows_and_edits_are_those_without_drafts(drafting: Drafting) -> N
     fed = len(jobs) * (36 + 24 - 1)
     assert rows > fed + 8, "so many rows more were computed for drafts that were rejected"
     assert rows < len(jobs) * 36 + (DRAFTS + 1) * 23 * len(jobs) * 0.8, "drafts were accepted"
+
+
+def test_rows_edits_and_patterns_inside_are_those_without_drafts(drafting: Drafting) -> None:
+    check_together(drafting.host, InsideReference(drafting.target), [prompt(60 + number) for number in range(8)], max_tokens=20)
 
 
 def test_positions_may_be_named_relative_to_the_generated_tokens(drafting: Drafting) -> None:

@@ -2,10 +2,15 @@
 
 import re
 
+import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, steer
+from reference import Edit
+from test_inside import captured
 from test_modes import direction
 from tiny import LAYERS
+
+from midstream.schemas.jobs import Job
 
 LAST = LAYERS - 1
 
@@ -45,3 +50,34 @@ def test_each_rank_answers_for_its_own_sites(tp2: Host) -> None:
     receipts = {receipt.rank: receipt for receipt in tp2.receipts(job)}
     assert [receipts[rank].status for rank in (0, 1)] == ["ok", "error"]
     assert "(rank 1)" in receipts[1].message
+
+
+@pytest.mark.parametrize("hook", ["z", "k", "mlp_act"])
+def test_each_rank_answers_for_its_own_columns_of_sites_inside(tp2: Host, hook: str) -> None:
+    """A site of one rank that does not capture or edit, or edits otherwise, is in the receipts; requests beside it are sound."""
+    shape = tp2.info["inside"][hook]
+    vector = np.random.default_rng(3).normal(size=shape["heads"] * shape["width"]).astype(np.float32)
+    edit = tp2.steering(Edit(1, vector, [3, 4], hook))
+
+    def jobs(seed: int) -> tuple[Job, Job, Job]:
+        reads = captured(tp2, tp2.job(prompt_of(12, seed=seed), max_tokens=3), hook=hook, layers=1, positions="all")
+        return reads, tp2.job(prompt_of(12, seed=seed + 1), max_tokens=3, steering=edit), tp2.job(prompt_of(9, seed=2), max_tokens=3)
+
+    for number, kind in enumerate(("capture_failed", "intervention_failed")):
+        mine = jobs(610 + 2 * number)[number]
+        tp2.call("midstream_fault", "skip_site:rank=1")
+        tp2.run_any(mine)
+        first, second = tp2.receipts(mine)
+        assert (first.status, second.status, second.kind) == ("ok", "error", kind)
+        assert re.search(rf"{hook} of layer 1: \d+ planned, 0 counted", second.message)
+    tp2.call("midstream_fault", "alter_action:rank=1")
+    _, altered, _ = jobs(620)
+    tp2.run_any(altered)
+    first, second = tp2.receipts(altered)
+    tp2.call("midstream_fault", "")
+    assert first.checksum != second.checksum
+    tp2.call("restart_ledgers")
+    sound = jobs(630)
+    tp2.run(*sound)
+    assert [receipt.status for job in sound[:2] for receipt in tp2.receipts(job)] == ["ok"] * 4
+    assert len({receipt.checksum for receipt in tp2.receipts(sound[1])}) == 1

@@ -9,7 +9,7 @@ from host import Host, prompt_of, relative_error
 from inside_reference import InsideReference
 from reference import Edit
 from tiny import LAYERS
-from tolerances import FP32_ROWS
+from tolerances import FP32_ATTENTION, FP32_ROWS
 
 from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
 from midstream.client.captures.blobs import at
@@ -284,20 +284,27 @@ def test_a_sum_over_columns_of_several_ranks_is_refused(tp2: Host) -> None:
 # --- Cached prompts -------------------------------------------------------------------------------------------------------
 
 
-def test_cached_prompts_have_the_rows_that_others_captured_and_no_others(cached: Host, inside: InsideReference) -> None:
-    """Rows of 2 blocks are kept for `z` and `k`; whoever wants `q`, alone or beside them, has the prompt computed."""
-    prompt = prompt_of(300, seed=80)
-    rows = inside.rows(prompt)
+@pytest.mark.parametrize("engine", ["cached", "v2", "compiled", "tp2", "pp2"])
+def test_cached_prompts_have_the_rows_that_others_captured_and_no_others(
+    engine: str, inside: InsideReference, inside_qwen3: InsideReference, request: pytest.FixtureRequest
+) -> None:
+    """A block that others filled without reading `z` is computed again for `z`; rows of it that were read are kept on each rank."""
+    host: Host = request.getfixturevalue(engine)
+    prompt, layers, ranks = prompt_of(200, seed=80), (1, 3), host.settings.tensor_parallel_size
+    rows = (inside_qwen3 if engine in ("tp2", "pp2") else inside).rows(prompt)
     reused = []
-    for hooks in (["z", "k"], ["z"], ["q"], ["q", "z"], ["k", "q"], ["mlp_act", "z"]):
-        job = captured(cached, cached.job(prompt, max_tokens=1), hooks=dict.fromkeys(hooks, "1,3"), positions="all_prompt")
-        output = cached.run(job)[job.id][0]
-        reader = cached.capture(job)
+    for hooks in ([], ["z", "k"], ["z"], ["q"], ["q", "z"], ["k", "q"], ["mlp_act", "z"], ["post_block"], ["z", "post_block"]):
+        job = host.job(prompt, max_tokens=1)
+        if hooks:
+            job = captured(host, job, hooks=dict.fromkeys(hooks, "1,3"), positions="all_prompt")
+        output = host.run(job)[job.id][0]
         for hook in hooks:
-            for layer in (1, 3):
-                assert relative_error(reader.array(layer, hook), rows[hook, layer]) <= FP32_ROWS, (hooks, hook, layer)
-        reused.append((output.cached_tokens, sum(file.reused for file in cached.receipts(job)[0].files)))
-    assert reused == [(0, 0), (256, 512), (0, 0), (0, 0), (256, 1024), (0, 0)]
+            for layer in layers:
+                assert relative_error(host.capture(job).array(layer, hook), rows[hook, layer]) <= FP32_ROWS, (hooks, hook, layer)
+        kept = sum(file.reused for receipt in host.receipts(job) for file in receipt.files) if hooks else 0
+        reused.append((output.cached_tokens, kept // 128))
+    held = len(layers) * ranks
+    assert reused == [(0, 0), (0, 0), (128, held), (0, 0), (0, 0), (128, 2 * held), (0, 0), (0, 0), (128, held + len(layers))]
 
 
 def test_blocks_under_an_edited_key_never_serve_a_plain_request(cached: Host, inside: InsideReference) -> None:
@@ -309,3 +316,45 @@ def test_blocks_under_an_edited_key_never_serve_a_plain_request(cached: Host, in
         assert output.cached_tokens == served_tokens
         wanted = inside.rows(prompt, *edited)["z", 3][-1:]
         assert relative_error(cached.capture(job).array(3, "z"), wanted) <= FP32_ROWS, edited
+
+
+# --- Preempted requests, and drafts ----------------------------------------------------------------------------------------
+
+
+def check_together(host: Host, reference: InsideReference, prompts: list[list[int]], max_tokens: int) -> None:
+    """One request with each prompt, all but the first with an edit inside of a layer: rows and patterns are those of it alone."""
+    jobs, wanted = [], []
+    for number, prompt in enumerate(prompts):
+        hook = ("", *served(host))[number % (1 + len(served(host)))]
+        positions = sorted({5, len(prompt) - 1, len(prompt) + 2, len(prompt) + max_tokens - 4})
+        shape = host.info["inside"].get(hook, {"heads": 0, "width": 0})
+        vector = np.random.default_rng(number).normal(size=shape["heads"] * shape["width"]).astype(np.float32)
+        wanted.append([Edit(2 * (number % 2), vector, positions, hook, ("add", "replace")[number // 2 % 2])] if hook else [])
+        job = host.job(prompt, max_tokens=max_tokens, steering=host.steering(*wanted[-1]))
+        spec = {"hooks": dict.fromkeys([*served(host), "post_block"], "1,3"), "positions": "all"}
+        jobs.append(captured(host, job, **spec, at="after"))
+    answers = host.run_together(*jobs)
+    for job, edits in zip(jobs, wanted, strict=True):
+        tokens, reader = [*job.prompts[0].token_ids, *answers[job.id][0].token_ids][:-1], host.capture(job)
+        rows = reference.rows(tokens, *edits)
+        assert (len(answers[job.id][0].token_ids), reader.positions(), reader.token_ids()) == (max_tokens, list(range(len(tokens))), tokens)
+        for layer in (1, 3):
+            for hook in reader.hooks():
+                assert relative_error(reader.array(layer, hook), rows[hook, layer]) <= FP32_ROWS, (edits, hook, layer)
+            assert np.abs(reader.attention(layer) - rows["pattern", layer]).max() <= FP32_ATTENTION, (edits, layer)
+        applied = sum(receipt.applied for receipt in host.receipts(job))
+        assert applied == sum(len(edit.positions) for edit in edits) * host.settings.tensor_parallel_size
+
+
+def test_preempted_requests_have_the_rows_edits_and_patterns_of_one_alone(cached: Host, inside: InsideReference) -> None:
+    """Seven blocks for eight requests of two blocks each: what some had computed is computed again."""
+    before = cached.call("midstream_status")[0]["preemptions"]
+    check_together(cached, inside, [prompt_of(100, seed=300 + number) for number in range(8)], max_tokens=60)
+    assert cached.call("midstream_status")[0]["preemptions"] > before
+
+
+def test_stages_with_steps_under_way_have_the_rows_edits_and_patterns_of_one_alone(overlapped: Host, inside_qwen3: InsideReference) -> None:
+    """The v2 runner on two stages; nine blocks of 32 for five requests of three each."""
+    before = overlapped.call("midstream_status")[0]["preemptions"]
+    check_together(overlapped, inside_qwen3, [prompt_of(58, seed=320 + number) for number in range(5)], max_tokens=14)
+    assert overlapped.call("midstream_status")[0]["preemptions"] > before

@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
+from inside_reference import InsideReference
 from nursery import Nursery
 from probe_kit import Weights, new_maximum, scores_of, tokens_of
 from reference import Edit, Reference
 from test_graded_tokens import EVERY, logprobs_of, truth
+from test_inside import check_together
 from test_reentry import ask, base_run, cell, graded
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_LOGPROBS, FP32_ROWS
@@ -22,7 +24,7 @@ ALL = list(range(LAYERS))
 
 @pytest.fixture(scope="module")
 def speculating(llama: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    host = nursery.host(tmp_path_factory.mktemp("speculating") / "engine", llama, speculative_tokens=3)
+    host = nursery.host(tmp_path_factory.mktemp("speculating") / "engine", llama, speculative_tokens=3, hooks="all,inside")
     yield host
     host.close()
 
@@ -46,6 +48,12 @@ def test_rows_of_rejected_drafts_never_appear_and_accepted_ones_are_right(specul
             assert relative_error(reader.array(layer), wanted[layer]) <= FP32_ROWS, layer
     fed = sum(len(job.prompts[0].token_ids) + 24 - 1 for job in (*plain, steered))
     assert computed > fed + 20  # so many rows more were computed for drafts that were rejected
+
+
+def test_drafts_leave_no_rows_edits_or_patterns_inside(speculating: Host, llama: Path) -> None:
+    before = speculating.call("midstream_status")[0]["token_rows"]
+    check_together(speculating, InsideReference(llama), [prompt_of(12, seed=n) * 3 for n in range(8)], max_tokens=24)
+    assert speculating.call("midstream_status")[0]["token_rows"] - before > 8 * (36 + 24 - 1) + 8, "no drafts were rejected"
 
 
 def test_an_edit_that_overflows_drafts_fails_and_leaves_nothing_behind(speculating: Host) -> None:
