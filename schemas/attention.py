@@ -1,10 +1,6 @@
 """How a model's layers turn queries and keys into attention patterns: facts that a rank reads from the loaded model."""
 
-from collections.abc import Collection, Iterable
-
-import msgspec
-
-from .base import Published
+from .layer_kinds import LayerKind
 
 #: Of the arithmetic that a kind describes; a reader refuses kinds of a later one.
 VERSION = 1
@@ -12,7 +8,7 @@ VERSION = 1
 ATTENDING = frozenset({"q", "k"})
 
 
-class AttentionKind(Published):
+class AttentionKind(LayerKind):
     """Attention of some layers, which is alike in all of them. All heads of the model, over all ranks, in its order.
 
     Query `i` sees key `j ≤ i` if `i - j < window` and `i // chunk == j // chunk`, where these are not 0. Its score is
@@ -20,7 +16,6 @@ class AttentionKind(Published):
     of the scores, with the head's sink as one more score that belongs to no key.
     """
 
-    layers: list[int]  # ascending
     heads: int = 0  # query heads; each shares its key head with its neighbours, as many as there are query heads per key head
     head_dim: int = 0
     scale: float = 0.0
@@ -32,19 +27,3 @@ class AttentionKind(Published):
     text_only: bool = False  # tokens of an image see each other in both directions: patterns of prompts with images are refused
     refused: str = ""  # why patterns of these layers cannot be computed; empty: they can
     version: int = VERSION
-
-
-def grouped(kinds: Iterable[AttentionKind]) -> list[AttentionKind]:
-    """With layers of the same kind joined."""
-    found: dict[bytes, tuple[AttentionKind, list[int]]] = {}
-    for kind in kinds:
-        key = msgspec.msgpack.encode(msgspec.structs.replace(kind, layers=[]))
-        found.setdefault(key, (kind, []))[1].extend(kind.layers)
-    joined = [msgspec.structs.replace(kind, layers=sorted(set(layers))) for kind, layers in found.values()]
-    return sorted(joined, key=lambda kind: kind.layers)
-
-
-def of_layers(kinds: Iterable[AttentionKind], layers: Collection[int]) -> list[AttentionKind]:
-    """The kinds of `layers`, and of no others."""
-    cut = [msgspec.structs.replace(kind, layers=[layer for layer in kind.layers if layer in layers]) for kind in kinds]
-    return [kind for kind in cut if kind.layers]

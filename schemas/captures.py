@@ -9,6 +9,7 @@ from .banks import RowShape
 from .base import Record
 from .images import ImageSpan
 from .loras import LoraUse
+from .routing import RoutingKind
 from .specs import CaptureStatus
 
 #: `format` of the manifest in a blob's safetensors metadata.
@@ -68,6 +69,7 @@ class Manifest(msgspec.Struct):
     non_finite: int = 0  # rows of this blob with values that are not finite: the model gave them, or `dtype` does not hold them
     lora: LoraUse | None = None  # adapter that the rows were computed with
     attention: list[AttentionKind] = []  # of the layers of which `sites` has queries or keys
+    routing: list[RoutingKind] = []  # of the layers of which `sites` has the router's logits
     row: RowShape | None = None  # of the whole row, where it is not of the model's hidden size
     columns: list[int] = []  # `[start, stop)` of the whole row that this blob holds; empty: all, or `heads`
     widths: dict[str, int] = {}  # hook → elements of a row, where files of several widths or ranks were joined; else `hidden_size`

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ...schemas.attention import VERSION, AttentionKind
+from ...schemas.attention import AttentionKind
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.selectors import LayerSelector, SelectorError, as_ranges, resolve_layers
 
@@ -15,28 +15,6 @@ MAX_BYTES = 2 << 30
 _BLOCK_BYTES = 32 << 20
 #: Longer lists of positions are cut in errors.
 _SHOWN_RANGES = 8
-
-
-def kind_at(kinds: Sequence[AttentionKind], layer: int) -> AttentionKind:
-    """How `layer` attends. Raises MidstreamError where that is not known."""
-    found = [kind for kind in kinds if layer in kind.layers]
-    if not found:
-        known = as_ranges(number for kind in kinds for number in kind.layers)
-        detail = f"it is not recorded how layer {layer} attends: it has no attention, or an older version of Midstream wrote this capture"
-        raise MidstreamError("not_found", detail, field="layer", allowed=f"layers {known}" if known else "no layers here")
-    if len(found) > 1:
-        raise MidstreamError("ranks_disagree", f"ranks disagree on how layer {layer} attends")
-    return found[0]
-
-
-def usable(kind: AttentionKind, layer: int) -> AttentionKind:
-    """`kind`, if patterns of it can be computed. Raises MidstreamError with the reason if not."""
-    if kind.refused:
-        raise MidstreamError("not_found", f"layer {layer} has no attention pattern: {kind.refused}", field="layer")
-    if kind.version > VERSION:
-        detail = f"a newer version of Midstream recorded how layer {layer} attends"
-        raise MidstreamError("version_mismatch", detail, allowed="read it with that version")
-    return kind
 
 
 def heads_of(kind: AttentionKind, heads: LayerSelector | None) -> list[int]:

@@ -12,11 +12,13 @@ from ...schemas.banks import BANK, OF_HEADS
 from ...schemas.captures import Manifest, index_of
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.images import ImageSpan
+from ...schemas.routing import routed
 from ...schemas.selectors import ALIASES, FORWARD, LayerSelector, as_ranges
 from ...storage.store import ArtifactStore, open_store
 from ..notebook import rendered
-from .attention import kind_at, pattern, usable
+from .attention import pattern
 from .blobs import Blob, Place, at, expand, find, open_blobs
+from .kinds import attention_at, routing_at, usable
 
 Source = Path | str | ArtifactStore | Iterable[Path | str | Place]
 DEFAULT_HOOK = "post_block"
@@ -325,7 +327,7 @@ class CaptureReader:
     def attention_kind(self, layer: int, request: int = 0) -> AttentionKind:
         """How a layer turns queries and keys into patterns. Raises MidstreamError where `q` was not captured or that is not recorded."""
         _, blobs, site = self._tensor(layer, "q", request)
-        return kind_at(blobs[0].header.manifest.attention, int(site.rpartition(".")[2]))
+        return attention_at(blobs[0].header.manifest.attention, int(site.rpartition(".")[2]))
 
     def heads(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
         """`[positions, heads, head size]` float32 of a hook that has heads: all of them, or those that were captured."""
@@ -336,19 +338,15 @@ class CaptureReader:
         rows = self.array(layer, hook, request)
         return rows.reshape(len(rows), -1, shape.width)
 
-    def experts(self, layer: int, top: int, request: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """The `top` experts of each token, most likely first, and their weights: int64 and float32 `[positions, top]`.
+    def experts(self, layer: int, request: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """The experts that each token took, those with the largest weights first, and the weights: int64, float32 `[positions, top]`.
 
-        From the captured logits `router`, by a softmax over all experts; the weights of the chosen ones add up to 1, as in Mixtral and
-        Qwen3-MoE. Models that choose otherwise (sigmoids, groups, a bias) need a rule of their own. Raises MidstreamError for a `top`
-        beyond the experts.
+        From the captured logits `router`, by the model's own rule: softmax or sigmoid, groups, correction bias, scale. A shared expert
+        is not among them. Raises MidstreamError where `router` was not captured, or where the model's rule is not known.
         """
-        logits = self.array(layer, "router", request)
-        if not 1 <= top <= logits.shape[1]:
-            raise invalid("top", f"{top} of {logits.shape[1]} experts", allowed=f"1 to {logits.shape[1]}")
-        chosen = np.argsort(-logits, axis=1, kind="stable")[:, :top]
-        weights = np.exp(np.take_along_axis(logits, chosen, axis=1) - logits.max(axis=1, keepdims=True))
-        return chosen, weights / weights.sum(axis=1, keepdims=True)
+        _, blobs, site = self._tensor(layer, "router", request)
+        kind = routing_at(blobs[0].header.manifest.routing, int(site.rpartition(".")[2]))
+        return routed(self.array(layer, "router", request), kind)
 
     def row(self, layer: int, position: int, hook: str | None = None, request: int = 0) -> np.ndarray:
         """`[hidden]` float32 at an absolute token position."""

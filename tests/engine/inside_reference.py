@@ -99,6 +99,7 @@ class InsideReference:
             handles.append(down.register_forward_pre_hook(entering("mlp_act")))
         if (gate := _child(layer, GATES)) is not None:
             handles.append(gate.register_forward_hook(leaving("router")))
+            handles.append(gate.register_forward_hook(lambda _, args, output: self._found.update({("experts", number): output[1:]})))
         for projection, columns in self._projections(attention).items():
             for hook, where in columns.items():
                 handles.append(projection.register_forward_hook(leaving(hook, where)))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
 import pytest
 from host import Host, prompt_of, relative_error
 from inside_reference import InsideReference
@@ -57,3 +58,10 @@ def test_hooks_inside_are_proven_at_the_start_and_equal_to_transformers(start, n
     for hook in SERVED[name] - SCALED_BEFORE.get(name, set()):
         for layer in range(LAYERS):
             assert relative_error(reader.array(layer, hook), rows[hook, layer]) <= FP32_HOOKS, (hook, layer)
+    for layer in range(LAYERS) if "router" in SERVED[name] else ():
+        theirs, ours = np.zeros((2, *rows["router", layer].shape))
+        weights, chosen = rows["experts", layer]
+        np.put_along_axis(theirs, chosen.numpy(), weights.numpy(), axis=1)
+        own = reader.experts(layer)
+        np.put_along_axis(ours, *own, axis=1)
+        assert np.abs(ours - theirs).max() <= FP32_HOOKS, layer

@@ -9,9 +9,11 @@ import torch
 import transformers
 
 from midstream.client.captures import attention
-from midstream.client.captures.attention import kind_at, pattern, usable
-from midstream.schemas.attention import AttentionKind, grouped, of_layers
+from midstream.client.captures.attention import pattern
+from midstream.client.captures.kinds import attention_at, usable
+from midstream.schemas.attention import AttentionKind
 from midstream.schemas.errors import MidstreamError
+from midstream.schemas.layer_kinds import grouped, of_layers
 
 TOKENS, WINDOW, HEAD = 24, 7, 8
 #: Of float32 arithmetic on both sides.
@@ -89,7 +91,7 @@ def test_patterns_equal_transformers_eager_attentions(name: str, monkeypatch: py
     kinds, heads = MODELS[name][2], len(expected[0])
     assert len(rows) == len(expected) == 4
     for layer, ((queries, keys), pattern_of_layer) in enumerate(zip(rows, expected, strict=True)):
-        facts = kind_at(kinds, layer)
+        facts = attention_at(kinds, layer)
         if name == "gpt_oss":
             facts = kind(**{**_facts(facts), "sinks": model.model.layers[layer].self_attn.sinks.tolist()})
         found = pattern(queries, keys, facts, range(TOKENS))
@@ -178,7 +180,7 @@ def test_what_is_not_known_or_too_large_is_refused(monkeypatch: pytest.MonkeyPat
         ([AttentionKind(layers=[2], refused="MLAAttention has no pattern that is known")], "no attention pattern: MLAAttention"),
     ):
         with pytest.raises(MidstreamError, match=why):
-            usable(kind_at(kinds, 2), 2)
+            usable(attention_at(kinds, 2), 2)
 
 
 def test_layers_of_a_kind_are_joined_and_cut() -> None:

@@ -1,5 +1,6 @@
 """Rows of which ranks stored columns: what a reader, an export and the joined download make of them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from midstream.client.captures.export import export
 from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.banks import RowShape
 from midstream.schemas.errors import MidstreamError
+from midstream.schemas.routing import RoutingKind
 from midstream.schemas.specs import RankSpec, StoredCapture
 from midstream.storage.store import open_store
 from midstream.workers.runner.finished import Columns, FinishedCapture
@@ -88,11 +90,12 @@ def test_the_joined_download_and_an_export_have_whole_rows(tmp_path: Path) -> No
         assert not [check.detail for check in reader.verify() if "expected" in check.detail]
 
 
-def test_experts_are_chosen_by_their_logits_and_weigh_one_together(tmp_path: Path) -> None:
+def test_experts_are_chosen_by_the_rule_that_the_capture_holds(tmp_path: Path) -> None:
     logits = np.log(np.array([[1, 2, 4, 1], [8, 2, 4, 2]], dtype=np.float32))
-    write(tmp_path, part("router", logits, Columns(RowShape(heads=1, width=4), 0, 4), 0), part("post_block", STREAM, None, 0), *parts()[1:])
-    chosen, weights = CaptureReader(tmp_path / "tag", "job_x", partial=True).experts(1, 2)
+    router = part("router", logits, Columns(RowShape(heads=1, width=4), 0, 4), 0)
+    router = replace(router, routing=(RoutingKind(layers=[1], experts=4, top=2), RoutingKind(layers=[2], experts=4, top=1)))
+    write(tmp_path, router, part("post_block", STREAM, None, 0), *parts()[1:])
+    reader = CaptureReader(tmp_path / "tag", "job_x", partial=True)
+    chosen, weights = reader.experts(1)
     assert chosen.tolist() == [[2, 1], [0, 2]]
     assert np.allclose(weights, [[2 / 3, 1 / 3], [2 / 3, 1 / 3]])
-    with pytest.raises(MidstreamError, match="5 of 4 experts"):
-        CaptureReader(tmp_path / "tag", "job_x", partial=True).experts(1, 5)

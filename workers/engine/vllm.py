@@ -19,11 +19,11 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ...schemas.attention import grouped
 from ...schemas.banks import BANK, RESIDUAL, RowShape, asked_hooks, row_widths
 from ...schemas.engine_errors import in_our_settings
 from ...schemas.errors import MidstreamError
 from ...schemas.global_capture import from_settings
+from ...schemas.layer_kinds import grouped
 from ...schemas.lora_files import joined
 from ...schemas.loras import LoraModule, LoraSupport, LoraUse
 from ...schemas.models import ModelInfo, TokenizerBundle

@@ -18,6 +18,7 @@ import torch
 
 from ...schemas.attention import AttentionKind
 from ...schemas.banks import RESIDUAL
+from ...schemas.routing import RoutingKind
 from ...schemas.specs import RankSpec, StoredCapture
 from ...storage.blobs import Blob
 from .finished import Columns, FinishedCapture
@@ -268,6 +269,7 @@ class Recording:
         num_layers: int = 0,
         caveats: Sequence[str] = (),
         attention: Sequence[AttentionKind] = (),
+        routing: Sequence[RoutingKind] = (),
     ) -> FinishedCapture:
         """What is to be stored of a request that ended with `token_ids` (prompt and generated), of which the first `rows` have
         rows; None: all but the last, which was never fed back.
@@ -305,6 +307,7 @@ class Recording:
             num_layers=num_layers,
             caveats=tuple(caveats),
             attention=tuple(attention),
+            routing=tuple(routing),
             whole=found.blob,
             prepared=self.prepared,
         )

@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ...schemas.attention import ATTENDING, AttentionKind, of_layers
+from ...schemas.attention import ATTENDING, AttentionKind
 from ...schemas.banks import RowShape
 from ...schemas.captures import FORMAT, Manifest
 from ...schemas.dtypes import ITEM_BYTES
+from ...schemas.layer_kinds import of_layers
 from ...schemas.receipts import CapturedFile
+from ...schemas.routing import RoutingKind
 from ...schemas.specs import RankSpec, StoredCapture
 from ...schemas.version import __version__
 from ...storage.blobs import Blob
@@ -68,6 +70,7 @@ class FinishedCapture:
     num_layers: int = 0  # of the whole model; 0: not known
     caveats: tuple[str, ...] = ()  # of the model: see `Manifest`
     attention: tuple[AttentionKind, ...] = ()  # of the stage's layers
+    routing: tuple[RoutingKind, ...] = ()  # likewise
     non_finite: dict[tuple[str, int], int] = field(default_factory=dict)  # (hook, layer) → rows that are not finite as stored
     unsound: tuple[str, int, int] | None = None  # (hook, layer, position) of the first row that the model computed so
     prepared: Any = None  # of a capture that is read: what its reader made of the reading when the request began
@@ -116,6 +119,7 @@ class FinishedCapture:
             num_layers=self.num_layers,
             caveats=list(self.caveats),
             attention=of_layers(self.attention, {layer for hook in ATTENDING & sites.keys() for layer in sites[hook]}),
+            routing=of_layers(self.routing, sites.get("router", [])),
             images=self.spec.images,
             non_finite=self.count_non_finite(sites),
             lora=self.spec.lora,

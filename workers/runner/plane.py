@@ -23,6 +23,7 @@ from ...kernels.plan import ROWS_PER_TOKEN
 from ...schemas.attention import AttentionKind
 from ...schemas.banks import RESIDUAL
 from ...schemas.faults import arm
+from ...schemas.routing import RoutingKind
 from ...schemas.selectors import select
 from ...schemas.specs import RankSpec, StoredSteering, columns_of, steering_rows, touched
 from ...schemas.version import __version__
@@ -220,9 +221,9 @@ class DataPlane:
         """The caveats of every later manifest."""
         self._reports.origin["caveats"] = tuple(caveats)
 
-    def attends(self, kinds: Sequence[AttentionKind]) -> None:
-        """How the stage's layers attend, for every later manifest."""
-        self._reports.origin["attention"] = tuple(kinds)
+    def describe(self, attention: Sequence[AttentionKind], routing: Sequence[RoutingKind]) -> None:
+        """How the stage's layers attend and choose experts, for every later manifest."""
+        self._reports.origin |= {"attention": tuple(attention), "routing": tuple(routing)}
 
     def fingerprint(self) -> str:
         """CRC32, 8 hex digits, of all that is here and of the table as the device has it: equal where ranks of a stage are."""

@@ -44,6 +44,7 @@ from .process import die_with_parent, threads_elsewhere
 from .quantisation import UnsupportedQuantisationError, quantisation_of, refuse_shared_scales
 from .readers import readers_of
 from .reentry import enters_above, install_gate
+from .routing_kinds import routing_kinds
 from .sites import Sizes, install, read_between_layers, warm_up
 
 if current_platform.is_cpu():
@@ -152,7 +153,7 @@ class MidstreamWorker(PlatformWorker):
                 config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate, loras=loras, readers=readers,
                 inside=inside,
             )  # fmt: skip
-        self._plane.attends(self._found.attention)
+        self._plane.describe(self._found.attention, routing_kinds(loaded, adapter) if "router" in inner else ())
         self._certified = adapter, hooks, traced, inner
         if place.grades:
             tap(loaded, self._plane.grade)
