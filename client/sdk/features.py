@@ -11,8 +11,8 @@ import numpy as np
 from ...schemas.errors import MidstreamError
 from ...schemas.jobs import JobResult
 from ...schemas.readings import FeaturesReading
-from ...schemas.tokens import Detokenized
 from . import wire
+from .readings import Positions, given, one_prompt, words
 from .tokens import _detokenize
 
 
@@ -48,8 +48,6 @@ class Features:
 
 #: Names of autoencoders, or name → how many features of each token come back.
 Saes = Sequence[str] | Mapping[str, int]
-#: As `positions` of a capture: a name, numbers, a span.
-Positions = str | Sequence[Any] | Mapping[str, Any]
 TOP_K = 10
 
 
@@ -57,11 +55,9 @@ def _fields(
     prompt: Any, saes: Saes, positions: Positions, at: str | None, max_tokens: int, sampling: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Of the job."""
-    chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
     most = saes if isinstance(saes, Mapping) else dict.fromkeys([saes] if isinstance(saes, str) else saes, TOP_K)
-    more = {} if at is None else {"at": at}
-    asked = [{"sae": sae, "positions": positions, "top_k": top_k, **more} for sae, top_k in most.items()]
-    return {("messages" if chat else "prompts"): [prompt], "features": asked, "sampling": {"max_tokens": max_tokens, **(sampling or {})}}
+    asked = [given(sae=sae, positions=positions, top_k=top_k, at=at) for sae, top_k in most.items()]
+    return {"features": asked, **one_prompt(prompt, max_tokens, sampling)}
 
 
 def _tokens(result: JobResult) -> list[int]:
@@ -72,8 +68,8 @@ def _tokens(result: JobResult) -> list[int]:
 
 
 def _found(result: JobResult, texts: httpx.Response) -> dict[str, Features]:
-    words = dict(zip(_tokens(result), wire.decode(texts, Detokenized).token_strs, strict=True))
-    return {reading.sae: Features(result.id, reading, words) for reading in result.features or []}
+    found = words(_tokens(result), texts)
+    return {reading.sae: Features(result.id, reading, found) for reading in result.features or []}
 
 
 class FeatureCalls(ABC):

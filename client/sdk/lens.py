@@ -11,13 +11,10 @@ import numpy as np
 from ...schemas.errors import MidstreamError
 from ...schemas.jobs import JobResult
 from ...schemas.readings import LensReading
-from ...schemas.tokens import Detokenized
 from .. import notebook
 from . import wire
+from .readings import Positions, given, one_prompt, words
 from .tokens import _detokenize
-
-#: As `positions` of a capture: a name, numbers, a span.
-Positions = str | Sequence[Any] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -80,21 +77,20 @@ def known_tokens(readings: Sequence[LensReading]) -> list[int]:
     return sorted(found)
 
 
-def _fields(prompt: Any, spec: dict[str, Any], more: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-    chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
-    given = {name: value for name, value in spec.items() if value is not None}
-    return {
-        **more,
-        ("messages" if chat else "prompts"): [prompt],
-        "lens": {**given, "tokens": list(given.get("tokens", ()))},
-        "sampling": {"max_tokens": max_tokens, **more.pop("sampling", {})},
-    }
+def _fields(prompt: Any, spec: dict[str, Any], max_tokens: int, sampling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Of the job."""
+    return {"lens": {**spec, "tokens": list(spec["tokens"])}, **one_prompt(prompt, max_tokens, sampling)}
 
 
-def _reading(result: JobResult) -> LensReading:
+def _tokens(result: JobResult) -> list[int]:
+    """Whose texts are needed. Raises MidstreamError for a job without a lens."""
     if not result.lens:
         raise MidstreamError("not_found", f"job {result.id} has no lens")
-    return result.lens[0]
+    return known_tokens(result.lens[:1])
+
+
+def _found(result: JobResult, texts: httpx.Response) -> Lens:
+    return lens_of((result.lens or [])[0], result.id, words(_tokens(result), texts))
 
 
 class LensCalls(ABC):
@@ -119,6 +115,7 @@ class LensCalls(ABC):
         at: str | None = None,
         max_tokens: int = 1,
         timeout: float | None = None,
+        sampling: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Lens:
         """What each layer's rows say of the next token, through the model's own final norm and output matrix.
@@ -127,15 +124,13 @@ class LensCalls(ABC):
         `hook`: post_block by default. `tuned`: the name of a tuned lens, whose maps rows go through first. `at`: after edits of the same
         place by default. `fields`: of the job: `model`, `steering`, …
         """
-        spec = {"layers": layers, "positions": positions, "top_k": top_k, "tokens": tokens, "hook": hook, "tuned": tuned, "at": at}
-        result = self.run(timeout=timeout, progress=False, **_fields(prompt, spec, fields, max_tokens))
-        known = known_tokens([_reading(result)])
-        words = wire.decode(self._send(_detokenize(result.model, known)), Detokenized).token_strs
-        return lens_of(_reading(result), result.id, dict(zip(known, words, strict=True)))
+        spec = given(layers=layers, positions=positions, top_k=top_k, tokens=tokens, hook=hook, tuned=tuned, at=at)
+        result = self.run(timeout=timeout, progress=False, **fields | _fields(prompt, spec, max_tokens, sampling))
+        return _found(result, self._send(_detokenize(result.model, _tokens(result))))
 
 
 class AsyncLensCalls(ABC):
-    """Of the client that awaits."""
+    """Of the client that awaits: as `LensCalls`."""
 
     @abstractmethod
     async def _send(self, call: wire.Call) -> httpx.Response: ...
@@ -156,11 +151,9 @@ class AsyncLensCalls(ABC):
         at: str | None = None,
         max_tokens: int = 1,
         timeout: float | None = None,
+        sampling: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Lens:
-        """As `LensCalls.lens`."""
-        spec = {"layers": layers, "positions": positions, "top_k": top_k, "tokens": tokens, "hook": hook, "tuned": tuned, "at": at}
-        result = await self.run(timeout=timeout, progress=False, **_fields(prompt, spec, fields, max_tokens))
-        known = known_tokens([_reading(result)])
-        words = wire.decode(await self._send(_detokenize(result.model, known)), Detokenized).token_strs
-        return lens_of(_reading(result), result.id, dict(zip(known, words, strict=True)))
+        spec = given(layers=layers, positions=positions, top_k=top_k, tokens=tokens, hook=hook, tuned=tuned, at=at)
+        result = await self.run(timeout=timeout, progress=False, **fields | _fields(prompt, spec, max_tokens, sampling))
+        return _found(result, await self._send(_detokenize(result.model, _tokens(result))))
