@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ..schemas.interventions import EVERY, FAMILIES, INSTALLED, NEAR, PLACE, Intervention
+from ..schemas.interventions import EVERY, FAMILIES, INSTALLED, LAYER_NORM_EPS, NEAR, NORMS, PLACE, Intervention
 from . import installed
 from .plan import AFTER, ALIKE, ALIKE_FROM, BEFORE, CAPTURED_AFTER, CAPTURED_BEFORE, DEPTH, EDITED, EDITS, EDITS_AT, SITE, Port
 
@@ -84,14 +84,27 @@ def _clamp(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalar
 
 
 def _feature(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
-    strength, target, bias, threshold = _numbers("feature", entries, scalars)
-    products = (_vectors(entries, pool) + _vectors(entries + 1, pool)).add_(_vectors(entries + 2, pool)).mul_(rows)
-    reading = products.sum(1, keepdim=True) + bias
-    room = NEAR * (products.abs_().sum(1, keepdim=True) + bias.abs())
+    strength, target, bias, threshold, norm = _numbers("feature", entries, scalars)
+    base, spread, divisor = _normalised(rows, norm)
+    products = (_vectors(entries, pool) + _vectors(entries + 1, pool)).add_(_vectors(entries + 2, pool)).mul_(base)
+    reading = products.sum(1, keepdim=True) / divisor + bias
+    room = NEAR * (products.abs_().sum(1, keepdim=True) / divisor + bias.abs())
     gap = target - torch.where(reading > threshold, reading, 0.0)
     changed = ~((gap == 0) | ((gap.abs() <= room) & (room < math.inf))).flatten()
     mine = changed.nonzero().flatten()
-    return rows.index_add_(0, mine, (strength * gap)[mine] * _vectors(entries[mine] + 3, pool)), changed
+    return rows.index_add_(0, mine, (strength * gap * spread)[mine] * _vectors(entries[mine] + 3, pool)), changed
+
+
+def _normalised(rows: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(Rows less their mean where that is taken off; σ and σ + ε, both `[n, 1]`), by `norm` `[n, 1]`: see the family's formula."""
+    one = torch.ones_like(norm)
+    if not bool(norm.any()):
+        return rows, one, one
+    width, centred = rows.shape[1], norm == _CENTRED
+    base = rows - torch.where(centred, rows.sum(1, keepdim=True) / width, 0.0)
+    spread = ((base * base).sum(1, keepdim=True) / (width - centred.float())).sqrt()
+    spread = torch.where(norm == 0, one, spread)
+    return base, spread, spread + LAYER_NORM_EPS * centred
 
 
 def _installed(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
@@ -99,7 +112,7 @@ def _installed(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, sc
     new = rows.clone()
     for entry in entries.unique().tolist():
         mine = (entries == entry).nonzero().flatten()
-        strength, first, second, code = scalars[entry].tolist()
+        strength, first, second, code = scalars[entry, : len(INSTALLED.numbers)].tolist()
         new.index_copy_(0, mine, installed.edited(int(code), rows.index_select(0, mine), pool[entry].float(), strength, (first, second)))
     return new, (_bits(new) != _bits(rows)).any(1)
 
@@ -133,6 +146,7 @@ REWRITES: dict[str, Rewrite] = {
 SHIFTS: dict[str, Shift] = {"add": _add}
 _FORMULAS = {**REWRITES, INSTALLED.name: _installed}
 _ADD = PLACE["add"]
+_CENTRED = NORMS.index("layer_norm")
 _BITS = {2: torch.int16, 4: torch.int32}
 #: From so many tokens on an int64 index is worth its conversion: torch adds by it twice as fast.
 _LONG = 256

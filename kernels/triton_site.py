@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..schemas.interventions import FAMILIES, NEAR, PLACE, SCALARS
+from ..schemas.interventions import FAMILIES, LAYER_NORM_EPS, NEAR, NORMS, PLACE, SCALARS
 from .plan import AFTER, BEFORE, CAPTURED_AFTER, CAPTURED_BEFORE, COLUMNS, COUNTS, DEPTH, EDITED, EDITS, ROWS_PER_TOKEN, SITE
 
 #: Programs of a launch at most: several for each multiprocessor, and still a short launch when there is nothing to do.
@@ -20,7 +20,7 @@ MAX_PROGRAMS = 1024
 #: Two loads of 16 bytes for each thread, in the 16-bit types.
 _LANES_PER_WARP = 512
 #: Of a thread, by the bytes of an element: what lets a multiprocessor keep many rows on their way, whatever the largest formula
-#: would like. The memory sets the pace. ptxas spills 24 to 88 bytes for it in the 16-bit types, at a width of 8192.
+#: would like. The memory sets the pace. ptxas spills 24 to 96 bytes for it in the 16-bit types, at a width of 8192.
 _REGISTERS = {2: 64, 4: 96}
 
 #: Whether a launch may begin before the one before it has ended, on GPUs that can: its own latency is then hidden behind that.
@@ -48,7 +48,9 @@ _REPLACE, _REPLACE_MASKED, _LOWRANK, _ADD, _ADD_MATCHED, _ABLATE, _CLAMP, _FEATU
 _RANK, _BIAS = (tl.constexpr(FAMILIES[_LOWRANK.value].column(scalar)) for scalar in ("rank", "bias"))
 _LOW, _HIGH = (tl.constexpr(FAMILIES[_CLAMP.value].column(scalar)) for scalar in ("low", "high"))
 _TARGET, _SHIFT, _THRESHOLD = (tl.constexpr(FAMILIES[_FEATURE.value].column(scalar)) for scalar in ("target", "bias", "threshold"))
-_NEAR = tl.constexpr(NEAR)
+_NORM = tl.constexpr(FAMILIES[_FEATURE.value].column("norm"))
+_CENTRED = tl.constexpr(NORMS.index("layer_norm"))
+_NEAR, _EPS = tl.constexpr(NEAR), tl.constexpr(LAYER_NORM_EPS)
 
 
 @triton.jit
@@ -94,14 +96,24 @@ def _rewritten(FAMILY: tl.constexpr, row, vectors, scalars, lanes, inside, WIDTH
         wanted = tl.minimum(tl.maximum(component, low), high)
         row = tl.where(changed, row + tl.load(scalars) * (wanted - component) * direction, row)
     elif FAMILY == _FEATURE:
+        # In numbers alone: another row would cost registers.
+        centre = tl.full([], 0.0, tl.float32)
+        spread = centre + 1.0
+        if tl.load(scalars + _NORM) != 0.0:
+            if tl.load(scalars + _NORM) == _CENTRED:
+                centre = tl.div_rn(tl.sum(row, 0), spread * WIDTH)
+            off = tl.where(inside, row - centre, 0.0)
+            less = tl.where(tl.load(scalars + _NORM) == _CENTRED, 1.0, 0.0)
+            spread = tl.sqrt_rn(tl.div_rn(tl.sum(off * off, 0), spread * WIDTH - less))
         encoder = _vector(vectors, lanes, inside) + _vector(vectors + WIDTH, lanes, inside) + _vector(vectors + 2 * WIDTH, lanes, inside)
-        products = row * encoder
+        products = (row - centre) * encoder
+        divisor = spread + tl.where(tl.load(scalars + _NORM) == _CENTRED, _EPS, 0.0)
         bias = tl.load(scalars + _SHIFT)
-        reading = tl.sum(products, 0) + bias
-        room = _NEAR * (tl.sum(tl.abs(products), 0) + tl.abs(bias))
+        reading = tl.div_rn(tl.sum(products, 0), divisor) + bias
+        room = _NEAR * (tl.div_rn(tl.sum(tl.abs(products), 0), divisor) + tl.abs(bias))
         gap = tl.load(scalars + _TARGET) - tl.where(reading > tl.load(scalars + _THRESHOLD), reading, 0.0)
         changed = ((gap == 0.0) | ((tl.abs(gap) <= room) & (room < float("inf")))) == 0
-        row = tl.where(changed, row + tl.load(scalars) * gap * _vector(vectors + 3 * WIDTH, lanes, inside), row)
+        row = tl.where(changed, row + tl.load(scalars) * gap * spread * _vector(vectors + 3 * WIDTH, lanes, inside), row)
     else:
         tl.static_assert(False, "a family of the table has no formula here")
     return row, changed

@@ -17,7 +17,7 @@ Family = Literal["replace", "replace_masked", "lowrank", "add", "add_matched", "
 Effect = Literal["rewrite", "shift"]
 
 #: Numbers of one pool entry: columns of the ranks' `scalars`.
-SCALARS = 4
+SCALARS = 5
 #: The largest rank of one `lowrank`.
 MAX_RANK = 64
 #: The largest float32: as a limit of a component it is none. (Infinity has no place in JSON.)
@@ -27,6 +27,10 @@ NO_LIMIT = float.fromhex("0x1.fffffep127")
 #: A feature's target and activation are one where they differ by at most so much of what its dot product adds up, in absolute values:
 #: float32 sums in another order differ by less.
 NEAR = 2.0**-20
+#: A feature's `norm`: how its autoencoder normalises a row before it reads it, by SAELens' names.
+NORMS = ("none", "layer_norm", "constant_norm_rescale")
+#: SAELens' constant of `layer_norm`.
+LAYER_NORM_EPS = 1e-5
 
 
 class TensorField(NamedTuple):
@@ -207,13 +211,16 @@ FAMILIES: tuple[Intervention, ...] = (
     ),
     Intervention(
         "feature", "clamp", "rewrite",
-        "s + (value − a) · d with a, the activation of a feature of a sparse autoencoder, and d, its decoder row (`ablate`: `value` 0); "
+        "s + (value − a) · σ · d with a, the activation of a feature of a sparse autoencoder, d, its decoder row, and σ, what the "
+        "autoencoder divides a row by (`ablate`: `value` 0); "
         "where a is `value`, s is unchanged, bit for bit",
-        "p = s·(e0 + e1 + e2) + bias, a = p where p > threshold, else 0; s ← s + strength · (target − a) · d; where target is a, up to "
-        "float32's rounding (`NEAR`), the row is left unchanged",
+        "p = (s − μ)·(e0 + e1 + e2) / (σ + ε) + bias, a = p where p > threshold, else 0; s ← s + strength · (target − a) · σ · d; where "
+        "target is a, up to float32's rounding (`NEAR`), the row is left unchanged; by norm, 0: μ = 0, σ = 1, ε = 0; 1: μ the mean of s, "
+        "σ its standard deviation (of width − 1), ε = 1e-5; 2: μ = 0, σ = ‖s‖₂ / √width, ε = 0",
         "clamped features with the reconstruction's error kept: Templeton et al. 2024, Scaling Monosemanticity",
         flag="sae", tensors=("encoder", "encoder_middle", "encoder_last", "decoder"),
-        numbers=(_STRENGTH, Number("target", _STREAM), Number("bias"), Number("threshold")), sums=True, fields=("sae", "feature", "value"),
+        numbers=(_STRENGTH, Number("target", _STREAM), Number("bias"), Number("threshold"), Number("norm")), sums=True,
+        fields=("sae", "feature", "value"),
     ),
 )  # fmt: skip
 #: A function of another package, on CPUs alone: kernels of accelerators know nothing of it. After all others.

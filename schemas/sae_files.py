@@ -69,7 +69,10 @@ class SaeContent(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """One feature as a rule: with p = row · `encoder` + `bias`, its activation is p where p > `threshold`, else 0."""
+    """One feature as a rule: with p = row · `encoder` + `bias`, its activation is p where p > `threshold`, else 0.
+
+    The row is the one that the SAE normalises to, if it does.
+    """
 
     encoder: np.ndarray  # float32 [d_in]
     decoder: np.ndarray  # float32 [d_in]: what one unit of activation adds to the reconstruction
@@ -280,8 +283,7 @@ def feature_of(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -
 
 
 def decoder_row(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> np.ndarray:
-    """What one unit of a feature's activation adds to the reconstruction, float32 [d_in]. Raises SaeError for a normalised SAE."""
-    check_unscaled(form)
+    """What one unit of a feature's activation adds to the reconstruction, of the row as it is normalised: float32 [d_in]."""
     row = tensors["W_dec"][feature]
     length = float(np.linalg.norm(row.astype(np.float64))) if form.rescale_acts_by_decoder_norm else 1.0
     found: np.ndarray = (row / length).astype(np.float32)
@@ -290,16 +292,10 @@ def decoder_row(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) 
 
 def check_ruled(form: SaeForm) -> None:
     """Raises SaeError where a feature's activation is not a rule of its own weights."""
-    check_unscaled(form)
     if form.architecture == "topk":
-        raise SaeError("of a topk SAE, a feature's activation depends on all other features of the token; valid: standard, jumprelu, gated")
-
-
-def check_unscaled(form: SaeForm) -> None:
-    """Raises SaeError where an activation is not in units of the row."""
-    if form.normalize_activations != "none":
         raise SaeError(
-            f"the SAE normalises each row ({form.normalize_activations}), so activations are not in the row's units; valid: none"
+            "of a topk SAE, whether a feature is active depends on all other features of the token, of which the forward pass computes "
+            "none; valid: op 'add', or a standard, jumprelu or gated SAE"
         )
 
 

@@ -10,7 +10,7 @@ from .selectors import Hook, HookName
 
 #: How a pre-activation becomes an activation, by SAELens' names.
 Architecture = Literal["standard", "jumprelu", "gated", "topk"]
-#: What is done to a row before it is encoded, by SAELens' names; others need statistics of a data set.
+#: What is done to a row before it is encoded, by SAELens' names (`interventions.NORMS`); others need statistics of a data set.
 Normalisation = Literal["none", "layer_norm", "constant_norm_rescale"]
 
 

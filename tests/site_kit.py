@@ -247,7 +247,13 @@ RANDOM: dict[str, Callable[[random.Random, int], Does]] = {
 }
 RANDOM["feature"] = lambda choose, width: Does(
     torch.stack([torch.randn(width) * size for size in (width**-0.5, 1e-3, 1e-6, 1.0)]),
-    (choose.choice((0.0, 0.5, 1.0)), choose.choice((0.0, 0.7, 3.0)), choose.choice((0.0, 0.4, -0.2)), choose.choice((0.0, 0.5))),
+    (
+        choose.choice((0.0, 0.5, 1.0)),
+        choose.choice((0.0, 0.7, 3.0)),
+        choose.choice((0.0, 0.4, -0.2)),
+        choose.choice((0.0, 0.5)),
+        choose.choice((0.0, 1.0, 2.0) if width > 1 else (0.0, 2.0)),
+    ),
 )
 RANGES = ((0.5, 0.5), (-0.3, 0.3), (-math.inf, 0.1), (0.2, math.inf), (-1e4, 1e4))
 #: The families whose bits are the same on every device.

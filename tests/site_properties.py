@@ -45,7 +45,7 @@ def _of_strength(strength: float) -> dict[str, Does]:
     return does | {
         "lowrank": lowrank(strength, rotation, weight, torch.ones(1)),
         "clamp": Does(vectors["clamp"], (strength, 50.0, 60.0)),
-        "feature": Does(vectors["feature"].abs(), (strength, 50.0, 0.0, 0.0)),
+        "feature": Does(vectors["feature"].abs(), (strength, 50.0, 0.0, 0.0, 0.0)),
     }
 
 
@@ -373,7 +373,7 @@ def a_component_is_moved_to_the_nearest_end_of_its_range(pair_site: Op, single_s
 def _unit_feature(*numbers: float) -> Does:
     """A feature that reads lane 1 and writes lane 3, so that results are whole numbers."""
     lanes = torch.eye(4, WIDTH)
-    return Does(torch.stack([lanes[1], torch.zeros(WIDTH), torch.zeros(WIDTH), lanes[3]]), numbers)
+    return Does(torch.stack([lanes[1], torch.zeros(WIDTH), torch.zeros(WIDTH), lanes[3]]), (*numbers, 0.0))
 
 
 def a_feature_is_moved_to_its_target_and_the_rest_of_the_row_stays(pair_site: Op, single_site: Op) -> None:
@@ -413,13 +413,26 @@ def a_feature_that_has_its_target_leaves_the_rows_bits(pair_site: Op, single_sit
             parts.append((encoder - parts[0] - parts[1]).to(dtype).float())
             held = sum(part.double() for part in parts)
             value = float(case.sum[1].double() @ held) + 0.25
-            does = [Does(torch.stack([*parts, torch.randn(WIDTH)]), (1.0, target, 0.25, 0.0)) for target in (value, 0.0)]
-            does[1] = Does(does[1].vectors, (1.0, 0.0, -0.25, 0.0))
+            does = [Does(torch.stack([*parts, torch.randn(WIDTH)]), (1.0, target, 0.25, 0.0, 0.0)) for target in (value, 0.0)]
+            does[1] = Does(does[1].vectors, (1.0, 0.0, -0.25, 0.0, 0.0))
             plan = SitePlan(WIDTH, [{"feature": each} for each in does], {1: [1], 2: [2]})
             built = Case(plan, case.hidden, case.stream, 21, 9, case.name)
             found = run(built, pair_site, single_site)
             assert same_bits(found.stream, case.stream), case.name
             assert found.hidden is None or case.hidden is None or same_bits(found.hidden, case.hidden), case.name
+
+
+def a_feature_of_a_normalised_row_is_read_and_moved_in_its_units(pair_site: Op, single_site: Op) -> None:
+    vectors = torch.stack([torch.randn(WIDTH) * size for size in (WIDTH**-0.5, 1e-3, 1e-6, 1.0)])
+    for dtype in DTYPES:
+        for pair in (True, False):
+            configurations = [{"feature": Does(vectors, (1.0, 4.0, 2.0, 0.5, norm))} for norm in (0.0, 1.0, 2.0)]
+            case = _case(SitePlan(WIDTH, configurations, {token: [token + 1] for token in range(3)}), dtype=dtype, pair=pair)
+            case.stream[:3] *= torch.tensor([[1.0], [8.0], [64.0]]).to(dtype)
+            case.stream[1] += 5  # a mean that counts
+            found = run(case, pair_site, single_site)
+            check(case, found)
+            assert (found.sum[:3] != case.sum[:3]).any(1).all(), case.name
 
 
 def rows_of_one_family_follow_each_other_in_column_order(pair_site: Op, single_site: Op) -> None:

@@ -145,12 +145,13 @@ def _clamp(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: to
 
 
 def _feature(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype) -> None:
-    (strength, target, bias, threshold), d = scalars, rounded(vectors[3], dtype)
+    (strength, target, bias, threshold, norm), d = scalars, rounded(vectors[3], dtype)
     encoder = sum(rounded(vectors[part], dtype) for part in range(3))
     assert isinstance(encoder, torch.Tensor)
-    component, off = _dot(state, encoder)
+    read, spread, unsure_spread = _normalised(state, int(norm))
+    component, off = _dot(read, encoder)
     reading, off = component + bias, off + FEW * (component.abs() + bias.abs())
-    room = 2 * NEAR * ((state.row * encoder).abs().sum() + bias.abs()) + off
+    room = 2 * NEAR * ((read.row * encoder).abs().sum() + bias.abs()) + off
     unsure = torch.zeros(())
     if (reading - threshold).abs() <= off:  # it jumps there
         state.open, unsure = True, reading.abs() + off
@@ -160,7 +161,24 @@ def _feature(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: 
         return
     if gap.abs() <= room:
         state.open, unsure = True, unsure + room
-    _change(state, strength * gap * d, (strength * d).abs() * (known + unsure + FEW * (target.abs() + activation)))
+    off = spread * (known + unsure + FEW * (target.abs() + activation)) + gap.abs() * unsure_spread
+    _change(state, strength * gap * spread * d, (strength * d).abs() * off)
+
+
+def _normalised(state: Truth, norm: int) -> tuple[Truth, torch.Tensor, torch.Tensor]:
+    """(The row that the encoder reads, what it was divided by, and how far float32 may be from that.)"""
+    row, error, width = state.row, state.error, len(state.row)
+    if norm == 0:
+        return state, row.new_ones(()), row.new_zeros(())
+    if norm == 1:
+        row = row - row.mean()
+        error = error + error.mean() + (width + 2) * U * state.row.abs().mean() + FEW * state.row.abs()
+    degrees = width - (norm == 1)
+    spread = (row.square().sum() / degrees).sqrt()
+    off = (row.abs() * error).sum() / (degrees * spread.clamp_min(1e-30)) + (width + 4) * U * spread
+    divisor = spread + (1e-5 if norm == 1 else 0.0)
+    read = row / divisor
+    return Truth(read, error / divisor + read.abs() * (off / divisor + FEW)), spread, off
 
 
 #: In the order in which they are applied.

@@ -4,7 +4,7 @@ The vectors are read from the files of the registered content and go with the re
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,11 +12,11 @@ import numpy as np
 
 from ...schemas.dtypes import DTYPES, narrowed, widened
 from ...schemas.errors import MidstreamError, invalid
-from ...schemas.interventions import FAMILY
+from ...schemas.interventions import FAMILY, NORMS
 from ...schemas.limits import MAX_FEATURES
 from ...schemas.models import ModelInfo
-from ...schemas.sae_files import Feature, SaeError, check_ruled, check_unscaled, decoder_row, feature_of, folder_of, reading, tensors_of
-from ...schemas.saes import Sae
+from ...schemas.sae_files import Feature, SaeError, check_ruled, decoder_row, feature_of, folder_of, reading, tensors_of
+from ...schemas.saes import Sae, SaeForm
 from ...schemas.specs import SteeringSpec
 from ...schemas.steering import SteeringTemplate
 from ...schemas.tensors import Tensor, from_numpy
@@ -35,7 +35,7 @@ _REMEMBERED = 1024
 class Rows(NamedTuple):
     """What steering takes of a feature."""
 
-    decoder: np.ndarray | None  # float32 [d_in]: what a unit of activation adds; None of an SAE that normalises rows
+    decoder: np.ndarray  # float32 [d_in]: what a unit of activation adds, to the row as the SAE normalises it
     rule: Feature | None  # None where its activation is not a rule of its own weights
 
 
@@ -77,18 +77,14 @@ class FeatureFiles:
                 tensors = tensors_of(sae.form, file)
         except (SaeError, MidstreamError) as error:
             raise invalid("sae", f"{sae.name!r} ({sae.digest[:12]}): {error}") from error
-        return {
-            feature: Rows(_if(check_unscaled, decoder_row, sae, tensors, feature), _if(check_ruled, feature_of, sae, tensors, feature))
-            for feature in features
-        }
+        return {feature: Rows(decoder_row(sae.form, tensors, feature), _rule(sae.form, tensors, feature)) for feature in features}
 
 
-def _if(check: Callable[..., None], read: Callable[..., Any], sae: Sae, tensors: Mapping[str, np.ndarray], feature: int) -> Any:
+def _rule(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> Feature | None:
     try:
-        check(sae.form)
+        return feature_of(form, tensors, feature)
     except SaeError:
         return None
-    return read(sae.form, tensors, feature)
 
 
 def check_specs(specs: Iterable[SteeringSpec], saes: Mapping[str, Sae]) -> dict[str, set[int]]:
@@ -126,7 +122,8 @@ def _check(spec: SteeringSpec, sae: Sae, at: str) -> None:
         detail = f"is required for op {op!r}" if OPS[op] else f"is not valid for op {op!r}, which sets the activation to 0"
         raise invalid(f"{at}.value", detail, allowed="a number, in units of the feature's activation" if OPS[op] else "omit it")
     try:
-        (check_unscaled if op == "add" else check_ruled)(sae.form)
+        if op != "add":
+            check_ruled(sae.form)
         if spec.value is not None:
             check_limit(FAMILY["feature"], _TARGET, spec.value)
     except SaeError as error:
@@ -136,22 +133,24 @@ def _check(spec: SteeringSpec, sae: Sae, at: str) -> None:
 
 
 def plain_spec(spec: SteeringSpec, named: Named) -> SteeringSpec:
-    """A spec of op `add` without a feature: `value` times the decoder row. Others as they are."""
-    if spec.sae is None or (spec.op or "add") != "add":
+    """A spec of op `add` without a feature: `value` times the decoder row. Others as they are: of an SAE that normalises rows, what is
+    added depends on the row.
+    """
+    if spec.sae is None or (spec.op or "add") != "add" or named.saes[spec.sae].form.normalize_activations != "none":
         return spec
     sae = named.saes[spec.sae]
     decoder = named.rows[spec.sae, spec.feature or 0].decoder
-    assert decoder is not None, "checked"
     return SteeringSpec(layers=sae.layer, hook=sae.hook, positions=spec.positions, op="add", vector=from_numpy(decoder), scale=spec.value)
 
 
 def resolve_feature(
     spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], named: Named
 ) -> tuple[SteeringTemplate, list[Any]]:
-    """A spec that clamps or ablates, and its positions in each prompt; its tensors are added to `blobs`. Raises a 400 naming the field."""
+    """A spec that reads the row, and its positions in each prompt; its tensors are added to `blobs`. Raises a 400 naming the field."""
     assert spec.sae is not None
     sae, filled = named.saes[spec.sae], msgspec.structs.replace(spec, positions="all" if spec.positions is None else spec.positions)
-    rule = named.rows[spec.sae, spec.feature or 0].rule
+    rows = named.rows[spec.sae, spec.feature or 0]
+    rule = rows.rule if spec.op in ("clamp", "ablate") else _always_zero(rows.decoder)
     assert rule is not None, "checked"
     made = apply_rules([("positions", positions_of_each)], filled, bounds, at)
     tensors = [*_parts(rule.encoder, bounds.model), from_numpy(rule.decoder)]
@@ -161,9 +160,14 @@ def resolve_feature(
         positions=filled.positions or "all",
         family="feature",
         tensors=[keep(tensor, blobs) for tensor in tensors],
-        numbers=[1.0, spec.value or 0.0, rule.bias, rule.threshold],
+        numbers=[1.0, spec.value or 0.0, rule.bias, rule.threshold, float(NORMS.index(sae.form.normalize_activations))],
     )
     return entry, made["positions"]
+
+
+def _always_zero(decoder: np.ndarray) -> Feature:
+    """`add` is setting a feature that always reads 0: `value` units are added, whatever the feature's activation."""
+    return Feature(np.zeros_like(decoder), decoder, 0.0, 0.0)
 
 
 def _parts(encoder: np.ndarray, model: ModelInfo) -> list[Tensor]:
@@ -181,7 +185,7 @@ def check_range(sae: Sae, model: ModelInfo, rows: Mapping[int, Rows]) -> None:
     limit = DTYPES.get(model.dtype, DTYPES["float32"]).largest
     for feature, found in rows.items():
         vectors = [found.decoder] if found.rule is None else [found.decoder, found.rule.encoder, found.rule.bias]
-        largest = max((float(np.max(np.abs(each))) for each in vectors if each is not None), default=0.0)
+        largest = max(float(np.max(np.abs(each))) for each in vectors)
         if not largest <= limit:
             raise invalid(
                 "sae", f"feature {feature} of {sae.name!r} has a number of magnitude {largest:.3g}: {model.dtype} allows {limit:.3g}"

@@ -23,13 +23,13 @@ from midstream.schemas.saes import Sae, SaeRequest
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import SteeringSpec, StoredSteering
 from midstream.schemas.tensors import Tensor, to_numpy
-from midstream.workers.runner.sae import load
+from midstream.workers.runner.sae import NORMALISATIONS, load
 
 MODEL = ModelInfo(
     name="tiny", version="1", architecture="T", num_layers=4, hidden_size=D_IN, vocab_size=9, max_model_len=99, dtype="float32",
     hooks=list(HOOKS), tokenizer="",
 )  # fmt: skip
-RULED = ["standard", "bare", "jumprelu", "gated", "gemma_scope"]
+RULED = ["standard", "bare", "jumprelu", "gated", "gemma_scope", "layer_norm", "constant_norm"]
 
 
 def registered(name: str, model: ModelInfo = MODEL) -> Sae:
@@ -78,7 +78,8 @@ def test_one_activation_changes_and_the_reconstruction_error_stays(name: str, op
     wanted = before.clone()
     wanted[:, feature] = before[:, feature] + value if op == "add" and value else value or 0.0
     found = steered(SteeringSpec(sae=name, feature=feature, op=op, value=value), rows)  # type: ignore[arg-type]
-    torch.testing.assert_close(found, rows - sae.decode(before) + sae.decode(wanted), atol=3e-6, rtol=1e-5)
+    moved = (sae.decode(wanted) - sae.decode(before)) * NORMALISATIONS[sae.form.normalize_activations](rows).scale
+    torch.testing.assert_close(found, rows + moved, atol=3e-6, rtol=1e-5)
     assert (found != rows).any()
 
 
@@ -100,6 +101,16 @@ def test_an_inactive_feature_is_ablated_already(rows: torch.Tensor) -> None:
     assert torch.equal(found[inactive], rows[inactive])
     assert inactive.any()
     assert (found[~inactive] != rows[~inactive]).any(1).all()
+
+
+@pytest.mark.parametrize("name", ["topk", "rescaled"])
+def test_adding_to_a_feature_of_a_topk_autoencoder_adds_its_decoder_row(name: str, rows: torch.Tensor) -> None:
+    sae = load(ROOT / name, registered(name).digest)
+    before = sae.encode(rows)
+    wanted = before.clone()
+    wanted[:, 4] += 1.25
+    found = steered(SteeringSpec(sae=name, feature=4, op="add", value=1.25), rows)
+    torch.testing.assert_close(found, rows + sae.decode(wanted) - sae.decode(before), atol=3e-6, rtol=1e-5)
 
 
 def test_three_parts_in_bfloat16_add_up_to_the_encoder() -> None:
@@ -126,8 +137,7 @@ def test_three_parts_in_bfloat16_add_up_to_the_encoder() -> None:
         ({"sae": "standard", "feature": 3, "value": 1.0, "layers": 1}, "layers", "is not valid together with sae"),
         ({"sae": "standard", "feature": 3, "value": 1.0, "module": "joy"}, "module", "is not valid together with sae"),
         ({"sae": "topk", "feature": 3, "op": "clamp", "value": 1.0}, "sae", "depends on all other features of the token"),
-        ({"sae": "layer_norm", "feature": 3, "op": "ablate"}, "sae", "normalises each row (layer_norm)"),
-        ({"sae": "constant_norm", "feature": 3, "op": "add", "value": 1.0}, "sae", "normalises each row (constant_norm_rescale)"),
+        ({"sae": "rescaled", "feature": 3, "op": "ablate"}, "sae", "valid: op 'add', or a standard, jumprelu or gated SAE"),
         ({"sae": "standard", "feature": 3, "value": 1.0, "positions": [9]}, "positions", "position 9 is out of range"),
         ({"sae": "standard", "feature": 3, "op": "ablate", "positions": [9]}, "positions", "position 9 is out of range"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from tree import ROOT
 
 #: Bytes of a thread that are spilled at most, by the dtype's bytes.
-SPILLED = {2: 88, 4: 16}
+SPILLED = {2: 96, 4: 16}  # 88 before features of autoencoders that normalise rows
 REGISTERS = {2: 64, 4: 96}
 #: Before: 25, with 3 loads.
 IDLE_INSTRUCTIONS = 17

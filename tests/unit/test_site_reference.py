@@ -59,7 +59,7 @@ def test_the_kit_detects_a_slightly_wrong_row(name: str, dtype: torch.dtype) -> 
     elif name == "replace_masked":
         does = does._replace(vectors=some_of(does.vectors))
     elif name == "feature":
-        does = Does(torch.randn(4, WIDTH), (1.0, 50.0, 0.1, 0.2))
+        does = Does(torch.randn(4, WIDTH), (1.0, 50.0, 0.1, 0.2, 1.0))
     case = Case(SitePlan(WIDTH, [{name: does}], {1: [1]}), torch.randn(3, WIDTH).to(dtype), torch.randn(3, WIDTH).to(dtype), 4, 3, "known")
 
     def off(hidden: torch.Tensor, residual: torch.Tensor, *rest: torch.Tensor) -> None:
@@ -118,9 +118,9 @@ def test_the_entries_of_an_application_hold_what_the_table_says() -> None:
     assert len(vectors) == family.entries(3) == 6
     assert torch.equal(vectors[::2], rotation)
     assert torch.equal(vectors[1::2], weight)
-    assert scalars[0].tolist() == [0.5, 3.0, 7.0, 0.0]
+    assert scalars[0].tolist() == [0.5, 3.0, 7.0, 0.0, 0.0]
     assert scalars[::2, family.column("bias")].tolist() == [7.0, 8.0, 9.0]
-    assert laid_out("replace", Does(vectors[:1], (0.25,)))[1].tolist() == [[0.25, 0.0, 0.0, 0.0]]
+    assert laid_out("replace", Does(vectors[:1], (0.25,)))[1].tolist() == [[0.25, 0.0, 0.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.unit])

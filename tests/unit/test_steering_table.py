@@ -36,7 +36,7 @@ FORMULAS: dict[Family, tuple[list[float], Any]] = {
     "add_matched": ([0.1], lambda s: s + 0.1 * np.linalg.norm(s, axis=-1, keepdims=True) * UNIT),
     "ablate": ([1.0], lambda s: s - (s @ UNIT)[:, None] * UNIT),
     "feature": (
-        [0.5, 2.0, -0.1, 0.2],
+        [0.5, 2.0, -0.1, 0.2, 0.0],
         lambda s: s + 0.5 * (2.0 - np.where((p := s @ (V + R[0] + R[1]) - 0.1) > 0.2, p, 0))[:, None] * UNIT,
     ),
     "clamp": ([1.0, -2.0, 3.0], lambda s: s + (np.clip(s @ UNIT, -2, 3) - s @ UNIT)[:, None] * UNIT),

@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding_bag
 
+from ...schemas.interventions import LAYER_NORM_EPS
 from ...schemas.sae_files import SaeError, reading, tensors_of
 from ...schemas.saes import SaeForm
 
 #: Bytes of the activations that are dense at a time: rows are encoded in chunks of at most so many.
 CHUNK_BYTES = 32 << 20
-#: SAELens' constant of `layer_norm`.
-_EPS = 1e-5
 
 
 class Scaled(NamedTuple):
@@ -33,7 +32,7 @@ def _layer_norm(rows: torch.Tensor) -> Scaled:
     mean = rows.mean(1, keepdim=True)
     centred = rows - mean
     deviation = centred.std(1, keepdim=True)  # with n − 1, as sae-lens
-    return Scaled(centred / (deviation + _EPS), deviation, mean)
+    return Scaled(centred / (deviation + LAYER_NORM_EPS), deviation, mean)
 
 
 def _constant_norm(rows: torch.Tensor) -> Scaled:
