@@ -24,7 +24,7 @@ WORKER = "vm-SmolLM2-135M-Instruct"
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     data = tmp_path_factory.mktemp("stack") / ".midstream"
-    folders = {"lora_dir": data / "adapters", "lens_dir": data / "lenses"}
+    folders = {"lora_dir": data / "adapters", "lens_dir": data / "lenses", "sae_dir": ROOT / "examples" / "data" / "saes"}
     with pytest.MonkeyPatch.context() as patch:  # also for the commands of pages
         patch.setenv("PYTHONPATH", str(install_example(tmp_path_factory.mktemp("site"))))
         patch.setenv("MIDSTREAM_EXTENSIONS", "row-geometry")
@@ -55,6 +55,8 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(path: Path, s
                 client.unregister_lora(lora.name)
             for lens in client.tuned_lenses():
                 client.unregister_lens(lens.name)
+            for sae in client.saes():
+                client.unregister_sae(sae.name)
             for probe in client.probes():
                 client.unregister_probe(probe.name)
     assert page.ran
