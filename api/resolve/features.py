@@ -184,7 +184,7 @@ def check_range(sae: Sae, model: ModelInfo, rows: Mapping[int, Rows]) -> None:
     """Raises a 400 for vectors beyond the model's dtype."""
     limit = DTYPES.get(model.dtype, DTYPES["float32"]).largest
     for feature, found in rows.items():
-        vectors = [found.decoder] if found.rule is None else [found.decoder, found.rule.encoder, found.rule.bias]
+        vectors: list[Any] = [found.decoder] if found.rule is None else [found.decoder, found.rule.encoder, found.rule.bias]
         largest = max(float(np.max(np.abs(each))) for each in vectors)
         if not largest <= limit:
             raise invalid(
