@@ -6,16 +6,16 @@ from pathlib import Path
 from .errors import invalid
 
 
-def folder_below(root: str, path: str, setting: str, field: str, things: str, kinds: Sequence[Sequence[str]]) -> Path:
+def folder_below(root: str, path: str, setting: str, things: str, kinds: Sequence[Sequence[str]]) -> Path:
     """The folder at `path` below `root`, the value of `setting`, which has all files of one of `kinds`.
 
-    Raises a 400 naming `field` where the setting is empty, else `path`: for one that is elsewhere, also by a symbolic link, or not there.
+    Raises a 400 naming `path` where the setting is empty, and for one that is elsewhere, also by a symbolic link, or not there.
     `things`: what is registered so.
     """
     files = ", or ".join(" and ".join(names) for names in kinds)
     allowed = f"the path of a folder below {setting} that contains {files}"
     if not root:
-        raise invalid(field, f"no {things} are served: the setting {setting} is empty", allowed=f"requests without `{field}`")
+        raise invalid("path", f"no {things} are served: the setting {setting} is empty", allowed=f"midstream up --set {setting}=FOLDER")
     top = Path(root).expanduser().resolve()
     if "\0" in path or Path(path).is_absolute() or ".." in Path(path).parts:
         raise invalid("path", f"{path!r} is not a path below {setting}", allowed=allowed)

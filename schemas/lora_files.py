@@ -58,7 +58,7 @@ class LoraFacts(NamedTuple):
 
 def folder_of(root: str, path: str) -> Path:
     """The folder at `path` below `root`. Raises a 400 for one that is elsewhere, also by a symbolic link, or not there."""
-    return folder_below(root, path, "lora_dir", "lora", "adapters", [FILES])
+    return folder_below(root, path, "lora_dir", "adapters", [FILES])
 
 
 def read(folder: Path) -> LoraContent:

@@ -82,7 +82,7 @@ class Feature(NamedTuple):
 
 def folder_of(root: str, path: str) -> Path:
     """The folder at `path` below `root`. Raises a 400 for one that is elsewhere, also by a symbolic link, or not there."""
-    return folder_below(root, path, "sae_dir", "sae", "sparse autoencoders", KINDS)
+    return folder_below(root, path, "sae_dir", "sparse autoencoders", KINDS)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ _NAME = re.compile(r"(0|[1-9][0-9]{0,5})\.(weight|bias)")
 
 def folder_of(root: str, path: str) -> Path:
     """The folder at `path` below `root`. Raises a 400 for one that is elsewhere, also by a symbolic link, or not there."""
-    return folder_below(root, path, "lens_dir", "lens", "tuned lenses", ((FILE,),))
+    return folder_below(root, path, "lens_dir", "tuned lenses", ((FILE,),))
 
 
 @contextmanager

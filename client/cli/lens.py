@@ -9,12 +9,20 @@ from ...schemas.base import to_json
 from ...schemas.lens import TunedLens
 from ..render import figures
 from ..render import lens as render
+from ..sdk.client import Client
 from . import options
-from .jobs import AsJson, Model, Url, connect, out, print_list
+from .jobs import AsJson, Model, Url, connect, out
+from .registries import Registry
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A tuned lens's name.")]
 
 tuned_app = typer.Typer(no_args_is_help=True, help="Manage tuned lenses, whose maps rows go through before the logit lens.")
+
+lenses: Registry[TunedLens] = Registry(
+    "a tuned lens", "tuned lenses", Client.tuned_lenses, Client.tuned_lens, Client.unregister_lens, render.listed,
+    lambda tuned: [render.one(tuned)],
+)  # fmt: skip
+lenses.add_to(tuned_app)
 
 
 def register(app: typer.Typer) -> None:
@@ -64,14 +72,6 @@ def lens(
         render.figure(found, figure)
 
 
-@tuned_app.command("list")
-def tuned_list(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """List the tuned lenses."""
-    with connect(url) as client:
-        found = client.tuned_lenses(model)
-    print_list(found, found, render.listed, "tuned lenses", json_)
-
-
 @tuned_app.command("register")
 def tuned_register(
     name: Name,
@@ -85,26 +85,4 @@ def tuned_register(
 ) -> None:
     """Register a tuned lens, or replace it; running requests keep the former one."""
     with connect(url) as client:
-        _print(client.register_lens(name, path, reads, residual, model, description), json_)
-
-
-@tuned_app.command("show")
-def tuned_show(name: Name, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """Show a tuned lens."""
-    with connect(url) as client:
-        _print(client.tuned_lens(name, model), json_)
-
-
-@tuned_app.command("delete")
-def tuned_delete(name: Name, model: Model = None, url: Url = None) -> None:
-    """Remove a tuned lens; its file stays. Requests accepted earlier keep it."""
-    with connect(url) as client:
-        client.unregister_lens(name, model)
-    out.print(f"{name} removed", markup=False)
-
-
-def _print(tuned: TunedLens, as_json: bool) -> None:
-    if as_json:
-        print(to_json(tuned).decode())
-    else:
-        out.print(render.one(tuned))
+        lenses.print(client.register_lens(name, path, reads, residual, model, description), json_)

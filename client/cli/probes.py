@@ -7,19 +7,24 @@ import msgspec
 import numpy as np
 import typer
 
-from ...schemas.base import to_json
 from ...schemas.errors import invalid
 from ...schemas.probes import Action, Aggregation, Probe
 from ...schemas.selectors import HookName
 from ..captures.row_matrix import samples
 from ..render import probes as render
 from ..sdk.client import Client
-from .jobs import AsJson, Model, Url, connect, only_model, out, print_list
+from .jobs import AsJson, Model, Url, connect, only_model, out
+from .registries import Registry
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A probe's name.")]
 Acts = Annotated[str, typer.Option(help=f"At a threshold: {', '.join(get_args(Action))}.")]
 
 probe_app = typer.Typer(no_args_is_help=True, help="Train and manage linear probes; requests name one with --probe.")
+
+registry: Registry[Probe] = Registry(
+    "a probe", "probes", Client.probes, Client.probe, Client.unregister_probe, render.listed, lambda probe: [render.one(probe)]
+)
+registry.add_to(probe_app)
 
 #: Tag of the rows that probes are trained on.
 _TAG = "probe-training"
@@ -64,7 +69,7 @@ def probe_train(
         made = fit(matrix, [examples[group].label for group in groups], groups=groups, held_out=held_out, strength=strength)
         out.print(render.measured(made.metrics))
         fields: dict[str, Any] = {"layer": layer, "hook": hook, "aggregation": aggregation, "decay": decay, "description": description}
-        _print(client.register_probe(name, made, model=served, **fields), False)
+        registry.print(client.register_probe(name, made, model=served, **fields), False)
 
 
 @probe_app.command("register")
@@ -97,22 +102,7 @@ def probe_register(
         "decay": decay, "description": description, "model": model,
     }  # fmt: skip
     with connect(url) as client:
-        _print(client.register_probe(name, **fields), json_)
-
-
-@probe_app.command("list")
-def probe_list(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """List the probes."""
-    with connect(url) as client:
-        found = client.probes(model)
-    print_list(found, found, render.listed, "probes", json_)
-
-
-@probe_app.command("show")
-def probe_show(name: Name, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """Show a probe."""
-    with connect(url) as client:
-        _print(client.probe(name, model), json_)
+        registry.print(client.register_probe(name, **fields), json_)
 
 
 @probe_app.command("watch")
@@ -128,15 +118,7 @@ def probe_watch(
     if action not in get_args(Action):
         raise invalid("action", f"unknown action {action!r}", allowed=", ".join(get_args(Action)))
     with connect(url) as client:
-        _print(client.unwatch_probe(name, model) if off else client.watch_probe(name, cast(Action, action), model), json_)
-
-
-@probe_app.command("delete")
-def probe_delete(name: Name, model: Model = None, url: Url = None) -> None:
-    """Remove a probe. Requests accepted earlier keep it."""
-    with connect(url) as client:
-        client.unregister_probe(name, model)
-    out.print(f"{name} removed", markup=False)
+        registry.print(client.unwatch_probe(name, model) if off else client.watch_probe(name, cast(Action, action), model), json_)
 
 
 def read_examples(file: Path) -> list[Example]:
@@ -165,10 +147,3 @@ def _rows(client: Client, model: str, examples: list[Example], layer: int, hook:
     matrix = client.matrix([result], layer, cast(Any, hook), chosen)
     client.delete_capture(result)
     return matrix, groups
-
-
-def _print(probe: Probe, as_json: bool) -> None:
-    if as_json:
-        print(to_json(probe).decode())
-    else:
-        out.print(render.one(probe))

@@ -8,8 +8,10 @@ from ...schemas.base import to_json
 from ...schemas.errors import MidstreamError
 from ...schemas.steering import GlobalView, ModuleView
 from ..render import steering
+from ..sdk.client import Client
 from . import options
-from .jobs import AsJson, Model, Url, connect, out, print_list
+from .jobs import AsJson, Model, Url, connect, out
+from .registries import Registry
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A module's name.")]
 Steer = Annotated[list[str], typer.Option(metavar=options.STEER, help="Steering for every request; repeatable.")]
@@ -17,20 +19,18 @@ Steer = Annotated[list[str], typer.Option(metavar=options.STEER, help="Steering 
 modules_app = typer.Typer(no_args_is_help=True, help="Manage named modules: steering that requests refer to by name.")
 global_app = typer.Typer(no_args_is_help=True, help="Manage global steering: steering of every request to a model.")
 
+registry: Registry[ModuleView] = Registry(
+    "a module", "modules", Client.modules, Client.module, Client.unregister_module, steering.modules,
+    lambda view: [steering.module(view), steering.entries(view.entries)],
+)  # fmt: skip
+registry.add_to(modules_app)
+
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `midstream`."""
     app.add_typer(modules_app, name="modules")
     app.add_typer(global_app, name="global")
     app.command("dynamic")(dynamic)
-
-
-@modules_app.command("list")
-def modules_list(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """List the modules."""
-    with connect(url) as client:
-        found = client.modules(model)
-    print_list(found, found, steering.modules, "modules", json_)
 
 
 @modules_app.command("register")
@@ -45,22 +45,7 @@ def modules_register(
     """Register a module, or replace it; running requests keep the old content."""
     entries = options.parse_steering(files, "FILE")
     with connect(url) as client:
-        _print_module(client.register_module(name, entries, model, description), json_)
-
-
-@modules_app.command("show")
-def modules_show(name: Name, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """Show a module."""
-    with connect(url) as client:
-        _print_module(client.module(name, model), json_)
-
-
-@modules_app.command("remove")
-def modules_remove(name: Name, model: Model = None, url: Url = None) -> None:
-    """Remove a module. Requests accepted earlier keep its content."""
-    with connect(url) as client:
-        client.unregister_module(name, model)
-    out.print(f"{name} removed", markup=False)
+        registry.print(client.register_module(name, entries, model, description), json_)
 
 
 @global_app.command("show")
@@ -98,14 +83,6 @@ def dynamic(model: Model = None, json_: AsJson = False, url: Url = None) -> None
         out.print(steering.agreement_line(found), soft_wrap=True)
     if not found.determinism.consistent:
         raise MidstreamError("ranks_disagree", found.determinism.detail or "the ranks do not agree")
-
-
-def _print_module(view: ModuleView, as_json: bool) -> None:
-    if as_json:
-        print(to_json(view).decode())
-        return
-    out.print(steering.module(view))
-    out.print(steering.entries(view.entries))
 
 
 def _print_global(view: GlobalView, as_json: bool) -> None:

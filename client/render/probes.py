@@ -8,7 +8,7 @@ from rich.table import Table
 from ...schemas.jobs import JobResult
 from ...schemas.probes import Probe
 from ..probes import Metrics
-from .jobs import facts, minute, table
+from .jobs import facts, table
 from .steering import DIGEST
 
 #: Labels of a probe that a list shows.
@@ -17,12 +17,11 @@ _SHOWN = 4
 
 def listed(probes: Sequence[Probe]) -> Table:
     """One line per name."""
-    shown = table("Probes", "name", "digest", "site", "labels", "aggregation", "watches", "since", "description")
+    shown = table("Probes", "name", "digest", "site", "labels", "watches", "description")
     for probe in probes:
         labels = ", ".join(probe.content.labels[:_SHOWN]) + (", …" if len(probe.content.labels) > _SHOWN else "")
         cells = (
-            probe.name, probe.digest[:DIGEST], _site(probe), labels, probe.content.aggregation, probe.watch or "", minute(probe.created),
-            probe.description,
+            probe.name, probe.digest[:DIGEST], _site(probe), labels, probe.watch or "", probe.description,
         )  # fmt: skip
         shown.add_row(*map(escape, cells))
     return shown

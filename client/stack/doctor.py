@@ -345,7 +345,7 @@ def _extensions(settings: Settings) -> Iterator[Finding]:
         if offer.package in named(settings.extensions):
             yield Finding("ok", "extensions", about)
         else:
-            yield Finding("ok", "extensions", f"{about}, which is not loaded: the setting extensions does not name it")
+            yield Finding("ok", "extensions", f"{about}; a worker with these settings does not load it: extensions does not name it")
 
 
 # --- This machine -----------------------------------------------------------------------------------------------------------

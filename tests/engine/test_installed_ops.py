@@ -80,7 +80,7 @@ def test_ops_edit_their_rows_alike_on_every_runner_rank_and_stage(engine: str, r
     assert (host.call("midstream_status")[0]["preemptions"] > before) == (engine in ("cached", "overlapped"))
 
 
-def test_an_op_that_fails_for_one_request_edits_the_rows_of_others_with_the_same_edit(v1: Host) -> None:
+def test_an_op_that_fails_for_one_request_edits_rows_of_others_with_the_same_edit(v1: Host) -> None:
     same = SteeringSpec(extension="unruly", layers=1, options={"mood": 5.0})
     far = SteeringSpec(op="add", layers=1, vector=from_numpy(np.full(HIDDEN, 1e4, np.float32)))
     good, bad = v1.job(prompt_of(20), capture=SIDES, steering=v1.steering(same)), v1.job(prompt_of(20), steering=v1.steering(far, same))

@@ -161,7 +161,7 @@ def test_the_command_line_registers_lists_and_deletes(stack: Stack, tmp_path: Pa
     assert "x ≥ 1.5" in ran("show", "cli")
     assert "all traffic, flag" in ran("watch", "cli")
     assert "all traffic" not in ran("watch", "cli", "--off")
-    assert "removed" in ran("delete", "cli")
+    assert "removed" in ran("remove", "cli")
 
 
 def test_streams_carry_the_scores_of_each_token(client: Client, calm: str) -> None:

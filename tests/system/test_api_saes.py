@@ -62,7 +62,7 @@ def test_the_command_line_registers_lists_and_deletes(stack: Stack, monkeypatch:
     assert (made["path"], made["layer"]) == ("gemma_scope", 2)
     assert "post_block of layer 2" in run("show", "scope")
     assert "jumprelu" in run("list")
-    assert "scope removed" in run("delete", "scope")
+    assert "scope removed" in run("remove", "scope")
     assert json.loads(run("list", "--json")) == []
 
 
@@ -212,5 +212,5 @@ def test_an_autoencoder_that_a_rank_cannot_load_fails_the_job_with_rank_and_reas
 def test_without_a_folder_no_features_are_read(tmp_path: Path) -> None:
     with Stack(tmp_path / "stack", api=True, callbacks=False, **TIMES) as stack, httpx.Client(base_url=stack.url, timeout=60) as http:
         answer = http.post("/v1/saes", json={"name": "a", "path": "a"})
-        assert (answer.status_code, answer.json()["field"]) == (400, "sae")
+        assert (answer.status_code, answer.json()["field"]) == (400, "path")
         assert "sae_dir is empty" in answer.json()["detail"]

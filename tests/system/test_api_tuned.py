@@ -76,7 +76,7 @@ def test_the_command_line_registers_lists_and_deletes(stack: Stack, monkeypatch:
     assert json.loads(run("register", "cli", "some", "--residual", "--json"))["residual"] is True
     assert "post_block of layers 1-2" in run("show", "cli")
     assert "some" in run("list")
-    assert "cli removed" in run("delete", "cli")
+    assert "cli removed" in run("remove", "cli")
 
 
 @pytest.mark.parametrize(
