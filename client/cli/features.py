@@ -35,17 +35,10 @@ def features(
     """Show the most active features of each token."""
     fields = {**handling, "steering": options.parse_steering(steer or [])} | ({} if model is None else {"model": model})
     with connect(url) as client:
-        most = dict(_named(each, top_k) for each in sae)
+        asked = [options.parse_features(each, "--sae") for each in sae]
+        most = {each["sae"]: each.get("top_k", top_k) for each in asked}
         found = client.features_of(prompt, most, positions=options.parse_positions(positions), at=at, max_tokens=max_tokens, **fields)
     if json_:
         print(to_json([each.reading for each in found.values()]).decode())
     else:
         out.print(*(render.table(each, most[name]) for name, each in found.items()), sep="\n")
-
-
-def _named(text: str, top_k: int) -> tuple[str, int]:
-    """Raises typer.BadParameter."""
-    name, _, number = text.partition(":")
-    if number and not number.isdecimal():
-        raise typer.BadParameter(f"{text!r}: TOP_K is {number!r}; valid: a number", param_hint="--sae")
-    return name, int(number or top_k)

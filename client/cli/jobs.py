@@ -16,7 +16,7 @@ from ...schemas.errors import MidstreamError, invalid
 from ...schemas.jobs import JobRequest, JobResult, JobView, SamplingRequest, State
 from ...schemas.settings import load_settings
 from ..images import with_images
-from ..render import jobs, probes, sweeps
+from ..render import jobs, probes, readings, sweeps
 from ..sdk.client import Client
 from ..sdk.wire import returned_rows
 from . import options
@@ -104,6 +104,12 @@ def submit(
     probe: Annotated[
         list[str] | None, typer.Option(metavar="NAME[:ACTION]", help="Score every token with this probe; action: none, flag or stop.")
     ] = None,
+    lens: Annotated[
+        str | None, typer.Option(metavar="LAYERS[:TOP_K]", help="Most likely next tokens of these layers at the last prompt token.")
+    ] = None,
+    features: Annotated[
+        list[str] | None, typer.Option(metavar="SAE[:TOP_K]", help="Most active features of this sparse autoencoder; repeatable.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = DEFAULTS.max_tokens,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = DEFAULTS.temperature,
     *,
@@ -128,6 +134,8 @@ def submit(
             fields["patch"] = options.parse_patches(patch or [])
             uses = [each.partition(":") for each in probe or []]
             fields["probes"] = [{"probe": named, "action": action or "none"} for named, _, action in uses]
+            fields["lens"] = options.parse_lens(lens) if lens else None
+            fields["features"] = [options.parse_features(each) for each in features or []]
             fields |= handling
             fields["capture"] = options.parse_capture(
                 layers=layers, hooks=hooks, positions=positions, spans=span, every_n=every_n, at=at, dtype=dtype,
@@ -155,7 +163,7 @@ def job_show(job_id: JobId, json_: AsJson = False, url: Url = None) -> None:
             return
         out.print(jobs.job(view))
         if view.state is State.SUCCEEDED:
-            print_result(client.result(job_id))
+            print_result(client, client.result(job_id))
 
 
 @job_app.command("list")
@@ -240,10 +248,10 @@ def report_end(client: Client, view: JobView, as_json: bool) -> None:
         print(to_json(result).decode())
     else:
         out.print(jobs.job(view))
-        print_result(result)
+        print_result(client, result)
 
 
-def print_result(result: JobResult) -> None:
+def print_result(client: Client, result: JobResult) -> None:
     if result.sweep is not None:
         out.print(sweeps.report(result.sweep))
         return
@@ -251,8 +259,9 @@ def print_result(result: JobResult) -> None:
     if result.probes:
         out.print(probes.scores(result))
     captures = result.capture_results
-    if result.lens:
-        out.print(f"lens of {jobs.count(len(result.lens), 'prompt')}: midstream job result {result.id}", markup=False, soft_wrap=True)
+    if named := readings.tokens(result):
+        words = dict(zip(named, client.detokenize(result.model, named).token_strs, strict=True))
+        out.print(*readings.tables(result, words), sep="\n")
     if result.determinism is not None:
         out.print(jobs.receipts("Receipts", [(result.id, captures, result.determinism)]))
         out.print(jobs.determinism_line(result.determinism), soft_wrap=True)

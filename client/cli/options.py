@@ -224,6 +224,28 @@ def _unreadable(text: str, why: str) -> MidstreamError:
     return invalid("--steer", f"{text!r}: {why}", allowed=f"{STEER}, such as joy.npy:15:4.0, joy.npy:mlp_out:15:op=ablate or @joy:2")
 
 
+# --- Readings --------------------------------------------------------------------------------------------------------
+
+
+def parse_lens(text: str) -> dict[str, Any]:
+    """`0-5,9` or `all:3`: layers, and how many tokens of each. Raises MidstreamError naming `--lens`."""
+    layers, more = _with_top_k(text, "--lens", "LAYERS[:TOP_K], such as all or 0,10,-1:3")
+    return {"layers": parse_layers(layers), **more}
+
+
+def parse_features(text: str, option: str = "--features") -> dict[str, Any]:
+    """`words` or `words:3`: an autoencoder, and how many features of each token. Raises MidstreamError naming the option."""
+    name, more = _with_top_k(text, option, "NAME[:TOP_K], such as words:5")
+    return {"sae": name, **more}
+
+
+def _with_top_k(text: str, option: str, allowed: str) -> tuple[str, dict[str, int]]:
+    name, colon, number = text.partition(":")
+    if not name or (colon and not number.isdecimal()):
+        raise invalid(option, f"{text!r} is not valid", allowed=allowed)
+    return name, {"top_k": int(number)} if colon else {}
+
+
 # --- Patches ---------------------------------------------------------------------------------------------------------
 
 #: As `--help` shows it.

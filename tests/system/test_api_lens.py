@@ -91,4 +91,7 @@ def test_the_command_shows_and_draws_it(up: Up, tmp_path: Any) -> None:
     assert shown.returncode == 0, shown.stderr
     assert "top next token at post_block" in shown.stdout
     assert "rank 4" in shown.stdout
+    job = up.midstream("submit", "hello", "world", "--lens", "0-2:3")
+    assert job.returncode == 0, job.stderr
+    assert "top next token at post_block, prompt 1" in job.stdout
     assert (tmp_path / "lens.png").read_bytes().startswith(b"\x89PNG")

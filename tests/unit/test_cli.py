@@ -202,6 +202,15 @@ def test_a_misspelt_scope_of_a_key_is_answered_with_the_right_ones(capsys: pytes
     assert "'submitt'; did you mean 'submit'? (allowed: submit, read, steer-global, observe, admin)" in " ".join(err.split())
 
 
+def test_readings_of_submit_take_a_number_behind_a_colon() -> None:
+    assert options.parse_lens("0-5,-1") == {"layers": "0-5,-1"}
+    assert options.parse_lens("12:3") == {"layers": 12, "top_k": 3}
+    assert options.parse_features("words:7") == {"sae": "words", "top_k": 7}
+    for text in (":3", "3:", "3:x", "3:1:2"):
+        with pytest.raises(MidstreamError, match="--lens"):
+            options.parse_lens(text)
+
+
 def test_every_capture_option_of_submit_is_read() -> None:
     submit = typer.main.get_command(main.app).commands["submit"]  # type: ignore[attr-defined]
     there = {option for parameter in submit.params for option in parameter.opts}

@@ -1,0 +1,34 @@
+"""Readings of a job on the terminal: the lens and the features of each prompt."""
+
+from collections.abc import Iterator, Mapping
+
+from rich.table import Table
+
+from ...schemas.jobs import JobResult
+from ..sdk.features import Features
+from ..sdk.lens import known_tokens, lens_of
+from . import features, lens
+
+#: Of more prompts, only the first are shown.
+PROMPTS = 4
+
+
+def tokens(result: JobResult) -> list[int]:
+    """Whose texts the tables need, ascending."""
+    found = set(known_tokens(result.lens or []))
+    return sorted(found.union(*(reading.token_ids for reading in result.features or [])))
+
+
+def tables(result: JobResult, words: Mapping[int, str]) -> Iterator[Table | str]:
+    """`words`: token id → its text."""
+    many = len(result.outputs) > 1
+    readings = [(each.request, lens.table(lens_of(each, result.id, words))) for each in result.lens or [] if each.request < PROMPTS]
+    readings += [
+        (each.request, features.table(Features(result.id, each, words))) for each in result.features or [] if each.request < PROMPTS
+    ]
+    for request, drawn in sorted(readings, key=lambda reading: reading[0]):
+        yield f"{drawn.title}, prompt {request}" if many else str(drawn.title)
+        drawn.title = None  # it would be folded to the width of the table
+        yield drawn
+    if readings and len(result.outputs) > PROMPTS:
+        yield f"… and {len(result.outputs) - PROMPTS} more prompts: midstream job result {result.id}"
