@@ -30,11 +30,13 @@ TOLERANCE = {"atol": 1e-4, "rtol": 1e-5}
 
 
 class Dictionary:
-    """A random autoencoder in SAELens' files, and its arithmetic in float64."""
+    """A random autoencoder in SAELens' files, and its arithmetic in float64. `kind`: an architecture, or `layer_norm` of a standard one."""
 
-    def __init__(self, root: Path, architecture: str, seed: int, layer: int = LAYER) -> None:
+    def __init__(self, root: Path, kind: str, seed: int, layer: int = LAYER) -> None:
         rng = np.random.default_rng(seed)
-        self.root, self.name, self.architecture = root, f"{architecture}-{layer}", architecture
+        self.normalises = kind == "layer_norm"
+        architecture = "standard" if self.normalises else kind
+        self.root, self.name, self.architecture = root, f"{kind}-{layer}", architecture
         shapes = {"W_enc": (HIDDEN, D_SAE), "W_dec": (D_SAE, HIDDEN), "b_dec": (HIDDEN,), "b_enc": (D_SAE,)}
         self.tensors = {name: (rng.standard_normal(shape) / 8).astype(np.float32) for name, shape in shapes.items()}
         if architecture == "jumprelu":
@@ -43,12 +45,21 @@ class Dictionary:
         folder.mkdir(parents=True)
         save_file(self.tensors, folder / "sae_weights.safetensors")
         config = {"architecture": architecture, "d_in": HIDDEN, "d_sae": D_SAE, "k": 9} if architecture == "topk" else {}
+        config |= {"normalize_activations": "layer_norm"} if self.normalises else {}
         config = {"architecture": architecture, "d_in": HIDDEN, "d_sae": D_SAE, **config}
         (folder / "cfg.json").write_text(json.dumps(config | {"metadata": {"hook_name": f"blocks.{layer}.hook_resid_post"}}))
 
+    def spread(self, rows: np.ndarray) -> np.ndarray:
+        """What an activation of 1 is in units of each row, `[n, 1]`."""
+        wide = rows.astype(np.float64)
+        return wide.std(1, ddof=1, keepdims=True) if self.normalises else np.ones((len(rows), 1))
+
     def encode(self, rows: np.ndarray) -> np.ndarray:
         wide = {name: tensor.astype(np.float64) for name, tensor in self.tensors.items()}
-        found = (rows.astype(np.float64) - wide["b_dec"]) @ wide["W_enc"] + wide["b_enc"]
+        read = rows.astype(np.float64)
+        if self.normalises:
+            read = (read - read.mean(1, keepdims=True)) / (self.spread(rows) + 1e-5)
+        found = (read - wide["b_dec"]) @ wide["W_enc"] + wide["b_enc"]
         if self.architecture == "topk":
             return np.where(found >= np.sort(found)[:, [-9]], found, 0).clip(0)
         return np.where(found > wide["threshold"], found, 0) if self.architecture == "jumprelu" else found.clip(0)
@@ -69,7 +80,7 @@ def _model(host: Host) -> ModelInfo:
 @pytest.fixture(scope="module")
 def dictionaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dictionary]:
     root = tmp_path_factory.mktemp("saes")
-    return {name: Dictionary(root, name, seed) for seed, name in enumerate(("standard", "jumprelu", "topk"))}
+    return {name: Dictionary(root, name, seed) for seed, name in enumerate(("standard", "jumprelu", "topk", "layer_norm"))}
 
 
 def features(sae: Sae, positions: Any = "all", **options: Any) -> StoredCapture:
@@ -116,7 +127,7 @@ def root(dictionaries: dict[str, Dictionary]) -> None:
 
 
 def test_features_are_those_of_the_captured_rows_in_chunks(v1: Host, dictionaries: dict[str, Dictionary]) -> None:
-    """200 tokens in steps of 64, three autoencoders at a time, beside another request."""
+    """200 tokens in steps of 64, four autoencoders at a time, beside another request."""
     saes = {name: each.on(v1) for name, each in dictionaries.items()}
     captures = [capture_of([LAYER], "all", at="after"), *(features(sae) for sae in saes.values())]
     job, other = v1.job(prompt_of(200), max_tokens=4, capture=captures), v1.job(prompt_of(30, seed=5), max_tokens=3)
@@ -195,10 +206,26 @@ def test_features_of_a_cached_prompt_are_the_same(cached: Host, dictionaries: di
     np.testing.assert_allclose(second.activations[0], first.activations[0], **TOLERANCE)
 
 
+def test_features_of_preempted_requests_are_those_of_each_alone(cached: Host, dictionaries: dict[str, Dictionary]) -> None:
+    """Seven blocks for six requests of up to three blocks each: they must take turns."""
+    sae = dictionaries["standard"].on(cached)
+    crowd, alone = ([cached.job(prompt_of(110, seed=720 + n), max_tokens=180, capture=features(sae)) for n in range(6)] for _ in range(2))
+    before = cached.call("midstream_status")[0]["preemptions"]
+    texts = cached.run_together(*crowd)
+    assert cached.call("midstream_status")[0]["preemptions"] > before
+    for job, again in zip(crowd, alone, strict=True):
+        assert cached.run_together(again)[again.id][0].token_ids == texts[job.id][0].token_ids
+        (first,), (second,) = read(cached, job), read(cached, again)
+        assert (first.positions, first.token_ids) == (list(range(289)), second.token_ids)
+        for mine, theirs in zip(first.activations, second.activations, strict=True):
+            np.testing.assert_allclose(mine, theirs, **TOLERANCE)
+        assert np.mean([mine == theirs for mine, theirs in zip(first.features, second.features, strict=True)]) > 0.9, "two may be as active"
+
+
 @pytest.mark.parametrize("engine", ["compiled", "v2"])
 def test_features_under_other_runners(request: pytest.FixtureRequest, engine: str, dictionaries: dict[str, Dictionary]) -> None:
     host: Host = request.getfixturevalue(engine)
-    each, sae = dictionaries["standard"], dictionaries["standard"].on(host)
+    each, sae = dictionaries["layer_norm"], dictionaries["layer_norm"].on(host)
     captures = [*(capture_of([LAYER], "all", at=at, tag=at) for at in ("before", "after")), features(sae)]
     edits = steering(host, sae, feature=3, op="clamp", value=4.0, positions="all_generated")
     job = host.job(prompt_of(70, seed=5), max_tokens=3, capture=captures, steering=edits)
@@ -206,7 +233,7 @@ def test_features_under_other_runners(request: pytest.FixtureRequest, engine: st
     before, after = host.capture(job, 0).array(LAYER), host.capture(job, 1).array(LAYER)
     check(read(host, job)[0], each.encode(after))
     moved = np.where(np.arange(len(before)) < 70, 0.0, 4.0 - each.encode(before)[:, 3])
-    np.testing.assert_allclose(after, before + moved[:, None] * each.tensors["W_dec"][3], atol=1e-4)
+    np.testing.assert_allclose(after, before + moved[:, None] * each.spread(before) * each.tensors["W_dec"][3], atol=1e-4)
     assert np.abs(after - before)[70:].max() > 0.1
 
 
@@ -221,3 +248,24 @@ def test_one_rank_of_several_reads_the_features(request: pytest.FixtureRequest, 
         assert sum(made.name == READER for receipt in host.receipts(job) for made in receipt.consumed) == 1
         (reading,) = read(host, job)
         check(reading, each.encode(host.capture(job).array(layer)))
+
+
+def test_a_failure_of_the_rank_that_reads_fails_the_request_alone(tp2: Host, tmp_path: Path) -> None:
+    """The ranks hold equal rows: what fails on one that does not read features is not missed."""
+    sae = Dictionary(tmp_path, "standard", 1).on(tp2)
+    ends = {}
+    try:
+        for rank in (0, 1):
+            tp2.call("midstream_fault", f"reading:rank={rank}")
+            wanting, other = (
+                tp2.job(prompt_of(40), max_tokens=2, capture=capture) for capture in (features(sae), capture_of([LAYER], "all"))
+            )
+            tp2.run(wanting, other)
+            ends[rank] = [[(receipt.status, receipt.kind) for receipt in tp2.receipts(job)] for job in (wanting, other)]
+    finally:
+        tp2.call("midstream_fault", "")
+    fine = [("ok", ""), ("ok", "")]
+    assert ends == {0: [[("error", "reading_failed"), ("ok", "")], fine], 1: [fine, fine]}
+    again = tp2.job(prompt_of(40), max_tokens=2, capture=features(sae))
+    tp2.run(again)
+    assert len(read(tp2, again)) == 1

@@ -10,7 +10,7 @@ import torch
 from sae_rows import D_IN, D_SAE, ROOT
 
 from midstream.api.resolve.captures import Bounds, PromptFacts
-from midstream.api.resolve.features import FeatureFiles, Named, check_specs
+from midstream.api.resolve.features import FeatureFiles, Named, Rows, check_range, check_specs
 from midstream.api.resolve.model_state import ModelState
 from midstream.api.resolve.saes import resolve_sae
 from midstream.api.resolve.steering import resolve_edits, resolve_everyone, resolve_module
@@ -19,6 +19,7 @@ from midstream.kernels.plan import SitePlan, does_of
 from midstream.schemas.base import from_msgpack
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import ModelInfo
+from midstream.schemas.sae_files import Feature
 from midstream.schemas.saes import Sae, SaeRequest
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import SteeringSpec, StoredSteering
@@ -156,6 +157,17 @@ def test_more_features_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(MidstreamError, match="names 3 features"):
         named(*specs)
     assert set(named(*specs[:3]).rows) == {("standard", 1), ("standard", 2)}
+
+
+@pytest.mark.parametrize("large", ["decoder", "encoder", "bias"])
+def test_numbers_beyond_the_models_dtype_are_refused(large: str) -> None:
+    vectors = {name: np.full(D_IN, 7e4 if name == large else 1.0, np.float32) for name in ("decoder", "encoder")}
+    rule = Feature(vectors["encoder"], vectors["decoder"], 7e4 if large == "bias" else 1.0, 0.0)
+    found = {3: Rows(vectors["decoder"], rule)}
+    check_range(registered("gated"), MODEL, found)
+    with pytest.raises(MidstreamError, match=r"feature 3 of 'gated' has a number of magnitude 7e\+04: float16 allows 6.55e\+04") as refused:
+        check_range(registered("gated"), msgspec.structs.replace(MODEL, dtype="float16"), found)
+    assert (refused.value.kind, refused.value.field) == ("invalid_request", "sae")
 
 
 def test_modules_and_global_steering_take_features() -> None:
