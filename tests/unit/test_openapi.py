@@ -10,6 +10,7 @@ import pytest
 from midstream.api.app import make_app
 from midstream.api.openapi import document
 from midstream.schemas.base import Published
+from midstream.schemas.layer_kinds import LayerKind
 from midstream.schemas.settings import Settings
 
 KEPT = Path(__file__).resolve().parents[2] / "docs" / "openapi.json"
@@ -85,7 +86,7 @@ def test_every_route_is_described(spec: dict[str, Any]) -> None:
 def test_every_type_refuses_unknown_fields_but_what_processes_say_of_themselves(spec: dict[str, Any]) -> None:
     objects = {name: schema for name, schema in spec["components"]["schemas"].items() if schema.get("type") == "object"}
     assert len(objects) > 30
-    lenient = {kind.__name__ for kind in Published.__subclasses__()}
+    lenient = {kind.__name__ for kind in (*Published.__subclasses__(), *LayerKind.__subclasses__())}
     assert {name for name, schema in objects.items() if schema.get("additionalProperties") is not False} - lenient == set()
 
 

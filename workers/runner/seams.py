@@ -186,6 +186,11 @@ SEAMS: tuple[Seam, ...] = (
     Seam("vllm.model_executor.layers.linear:RowParallelLinear", ("input_is_parallel",), "inside.py"),
     Seam("vllm.model_executor.layers.linear:QKVParallelLinear", ("total_num_kv_heads",), "inside.py"),
     Seam("vllm.model_executor.layers.linear:ColumnParallelLinear", ("output_partition_sizes",), "inside.py"),
+    Seam(
+        "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter",
+        ("_compute_routing(hidden_states, router_logits, indices_type)",),
+        "routing_kinds.py",
+    ),
     # What lies behind the layers
     Seam(
         "vllm.model_executor.layers.logits_processor:LogitsProcessor",
