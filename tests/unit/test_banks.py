@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,9 +11,10 @@ from rank_kit import make_buffers
 from midstream.kernels.plan import COLUMNS
 from midstream.schemas.banks import RowShape
 from midstream.schemas.interventions import PLACE
-from midstream.schemas.specs import StoredCapture, StoredSteering, columns_of, steering_rows
+from midstream.schemas.specs import PROBED, StoredCapture, StoredSteering, columns_of, steering_rows
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.storage.store import open_store
+from midstream.workers.runner.banks import Bank
 from midstream.workers.runner.capture import Ports, Recording
 from midstream.workers.runner.finished import Columns
 from midstream.workers.runner.sites import Site
@@ -104,3 +106,25 @@ def test_each_rank_stores_its_part_of_the_chosen_heads(heads: list[int], stored:
     capture = StoredCapture(sites={"z": [0]}, positions="all", tag="t", row=SHAPE, heads=heads)
     recorded = [Recording.of(capture, Ports(SITES, columns)) for columns in RANKS]
     assert [each is not None for each in recorded] == [bool(part) for part in chosen]
+
+
+def test_a_rank_records_columns_that_no_rank_before_it_holds_and_rows_of_its_own_width() -> None:
+    """Key heads that ranks share are recorded by the first, by all where each needs them; the stream by the first of a stage."""
+    wanted = StoredCapture(sites={"k": [0]}, positions="all", tag="t", row=SHAPE)
+    sites = [Site("k", 0, "single")]
+
+    def recorded(columns: Columns | None, capture: StoredCapture, first: bool) -> bool:
+        bank = Bank.__new__(Bank)
+        bank.columns, bank.ports = columns, Ports([Site("post_block", 0, "single")] if columns is None else sites, columns)
+        return bank.recording(capture, first) is not None
+
+    for first in (True, False):
+        assert recorded(Columns(SHAPE, 0, 5, records=True), wanted, first)
+        assert not recorded(Columns(SHAPE, 0, 5, records=False), wanted, first)
+        assert recorded(Columns(SHAPE, 0, 5, records=False), msgspec.structs.replace(wanted, consumers=[PROBED]), first)
+        assert recorded(None, StoredCapture(sites={"post_block": [0]}, positions="all", tag="t"), first) == first
+    for columns, capture in (
+        (Columns(RowShape(heads=4, width=5), 0, 5), wanted), (None, wanted), (RANKS[0], msgspec.structs.replace(wanted, row=None)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="its rows are"):
+            recorded(columns, capture, first=True)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -11,7 +12,8 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVPar
 
 from midstream.schemas.banks import RowShape
 from midstream.schemas.selectors import INSIDE
-from midstream.workers.runner.inside import Group, find
+from midstream.workers.runner.finished import Columns
+from midstream.workers.runner.inside import Group, Inner, _wrap, find
 
 HIDDEN, HEADS, KEYS, WIDTH, NEURONS = 64, 4, 2, 16, 96
 DENSE = [hook for hook in INSIDE if hook != "router"]
@@ -62,7 +64,8 @@ def test_a_layer_like_llamas_has_all_but_a_router() -> None:
     found, absent = located(made)
     assert list(found) == DENSE
     assert absent == {"router": "layer 0: it has no experts"}
-    assert [found[hook].module for hook in ("q", "k", "v")] == [made.self_attn.attn] * 3
+    assert [(found[hook].module, found[hook].side) for hook in ("q", "k", "v")] == [(made.self_attn.attn, place) for place in range(3)]
+    assert [found[hook].side for hook in ("z", "mlp_act", "q_proj", "k_proj")] == [0, 0, "output", "output"]
     assert (found["z"].module, found["mlp_act"].module) == (made.self_attn.o_proj, made.mlp.down_proj)
     assert (found["q_proj"].first, found["k_proj"].first, found["k_proj"].module) == (0, HEADS * WIDTH, made.self_attn.qkv_proj)
     assert (found["z"].columns.row, found["k"].columns.row) == (RowShape(heads=HEADS, width=WIDTH), RowShape(heads=KEYS, width=WIDTH))
@@ -100,14 +103,39 @@ def test_fused_experts_have_a_router_and_no_neurons() -> None:
     assert (found["router"].module, found["router"].columns.row) == (made.mlp.gate, RowShape(heads=1, width=8))
 
 
+def gated() -> nn.Module:
+    """The projection also gives what attention's result is multiplied with."""
+    made = layer()
+    made.self_attn.qkv_proj.output_partition_sizes = [2 * HEADS * WIDTH, KEYS * WIDTH, KEYS * WIDTH]
+    return made
+
+
+def with_narrow_values() -> nn.Module:
+    """`z` has a row of another width than queries: it stays, and they are absent."""
+    made = layer(head_size_v=WIDTH // 2)
+    made.self_attn.o_proj.input_size = HEADS * WIDTH // 2
+    made.self_attn.qkv_proj.output_partition_sizes = [HEADS * WIDTH, KEYS * WIDTH, KEYS * WIDTH // 2]
+    return made
+
+
+def with_wide_logits() -> nn.Module:
+    made = layer()
+    made.mlp.gate = bare(ReplicatedLinear, input_size=HIDDEN, output_size=8, params_dtype=torch.bfloat16, out_dtype=torch.float32)
+    made.mlp.experts = bare(nn.Module, moe_config=SimpleNamespace(num_logical_experts=8))
+    return made
+
+
 @pytest.mark.parametrize(
     ("made", "lacking", "says"),
     [
+        (gated(), {"q_proj", "k_proj"}, "gives more than queries, keys and values"),
+        (with_narrow_values(), {"q", "q_proj"}, "its heads have another width than those of z"),
+        (with_wide_logits(), {"router"}, "gives torch.float32, not the model's dtype"),
         (layer(kv_sharing_target_layer_name="model.layers.0"), {"k", "v"}, "uses the keys and values of another layer"),
         (layer(head_size_v=8), {"v"}, "another width"),
         (nn.Module(), set(DENSE), ""),
     ],
-    ids=["shared", "narrow values", "nothing"],
+    ids=["gated", "z of narrow values", "wide logits", "shared", "narrow values", "nothing"],
 )
 def test_what_is_not_there_is_absent_with_the_reason(made: nn.Module, lacking: set[str], says: str) -> None:
     _, absent = located(made)
@@ -129,3 +157,34 @@ def test_layers_of_different_widths_leave_a_hook_out() -> None:
     found, absent = find([(0, layer()), (1, other)], INSIDE, Group(0, 1, HIDDEN))
     assert "mlp_act" not in found
     assert absent["mlp_act"] == "layer 1 has rows of another width than layer 0"
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_edited_rows_take_the_place_of_what_a_module_gets_and_gives(as_tuple: bool) -> None:
+    """Arguments by place and by name, also views of a wider tensor; of what it returns, the hook's columns alone."""
+    given = torch.arange(24.0).view(2, 12)
+    columns = Columns(RowShape(heads=1, width=4), 0, 4)
+
+    class Doubling(nn.Module):
+        def forward(self, first: torch.Tensor, second: torch.Tensor) -> Any:
+            self.got = first.clone(), second.clone()
+            rows = torch.cat([first, second], dim=1) * 2
+            return (rows, None) if as_tuple else rows
+
+    def visit(rows: torch.Tensor, _: Any) -> None:
+        assert (tuple(rows.shape), rows.is_contiguous()) == ((2, 4), True)
+        rows += 100
+
+    for always, busy in ((True, False), (False, True), (False, False)):
+        module, site = Doubling(), SimpleNamespace(busy=busy)
+        inners = [Inner(module, 1, columns), Inner(module, "output", columns, first=2)]
+        _wrap(module, [(inner, visit, site) for inner in inners], always)  # type: ignore[misc]
+        added = 100.0 if always or busy else 0.0
+        found = module(given[:, :4], second=given[:, 6:10])
+        first, second = module.got
+        assert torch.equal(first, given[:, :4])
+        assert torch.equal(second, given[:, 6:10] + added)
+        wanted = torch.cat([first, second], dim=1) * 2
+        wanted[:, 2:6] += added
+        assert torch.equal(found[0] if as_tuple else found, wanted)
+    assert torch.equal(given, torch.arange(24.0).view(2, 12)), "the caller's tensor is its own"

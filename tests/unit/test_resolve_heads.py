@@ -77,6 +77,29 @@ def test_what_heads_cannot_be_is_refused_at_its_field(spec: dict[str, Any], fiel
     assert says in error.detail
 
 
+@pytest.mark.parametrize(
+    ("tp", "hook", "first", "last", "fits"),
+    [
+        (2, "z", 0, 7, True), (2, "z", 4, 11, False), (2, "z", 8, 15, True),
+        (4, "v", 0, 3, True), (4, "v", 0, 7, False), (4, "v", 4, 7, True),
+        (2, "mlp_act", 0, 2, True), (2, "mlp_act", 2, 3, False),
+    ],
+)  # fmt: skip
+def test_a_direction_of_a_sum_lies_within_the_columns_of_one_rank(tp: int, hook: str, first: int, last: int, fits: bool) -> None:
+    """Four query heads of four elements over two key heads, which pairs of four ranks share; six neurons."""
+    shapes = {"z": RowShape(heads=4, width=4), "v": RowShape(heads=2, width=4), "mlp_act": RowShape(heads=1, width=6)}
+    vector = np.zeros(shapes[hook].size, np.float32)
+    vector[[first, last]] = 1
+    asked = SteeringSpec(layers=0, hook=hook, op="ablate", vector=from_numpy(vector))
+    known = bounds(hooks=[*HOOKS, *shapes], inside=shapes, tp=tp)
+    if fits:
+        ((entry,),), _ = resolve_edits([], [asked], known)
+        assert entry.family == "ablate"
+    else:
+        with pytest.raises(MidstreamError, match="spans 2 tensor-parallel ranks"):
+            resolve_edits([], [asked], known)
+
+
 def test_a_capture_is_split_by_width_and_keeps_its_heads() -> None:
     (whole,) = resolve_captures(CaptureSpec(hooks={"q": 0, "k": [1], "post_block": "all"}), bounds(**FACTS))
     assert [(capture.bank, list(capture.sites), capture.row) for capture in whole] == [

@@ -70,8 +70,9 @@ def test_chosen_heads_of_several_ranks_are_read_in_their_order(tmp_path: Path) -
     assert np.array_equal(CaptureReader(tmp_path / "tag", "job_x").heads(1, "z"), ROWS.reshape(2, 4, 3)[:, 1:3])
 
 
-def test_a_rank_that_is_missing_leaves_the_rows_incomplete(tmp_path: Path) -> None:
-    write(tmp_path, *parts()[:2])
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_rank_that_is_missing_leaves_the_rows_incomplete(tmp_path: Path, missing: int) -> None:
+    write(tmp_path, *(part for number, part in enumerate(parts()) if number != missing))
     with pytest.raises(MidstreamError, match=r"incomplete: missing tensors \(1\): z.1"):
         CaptureReader(tmp_path / "tag", "job_x").array(1, "z")
 

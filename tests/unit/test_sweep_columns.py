@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
-from test_sweep_plan import HIDDEN, ablated, pair, plan, refusal
+from test_sweep_plan import HIDDEN, ablated, model, pair, plan, refusal
 
+from midstream.schemas.banks import RowShape
 from midstream.schemas.specs import dims_name, dims_named
 
 
@@ -32,6 +33,27 @@ def test_neurons_are_columns_by_set_by_rank_or_by_the_first_ranks() -> None:
     ]  # fmt: skip
     assert columns(axis="neuron", neurons={"top": [1, 4]}) == [("top 1", everywhere, "", (0, 1)), ("top 4", everywhere, "", (0, 4))]
     assert columns(axis="neuron", neurons={"each": 2}) == [("neuron #1", everywhere, "", (0, 1)), ("neuron #2", everywhere, "", (1, 2))]
+
+
+#: Of four elements each, over one key head.
+INSIDE = model(
+    hooks=["pre_attn", "q", "k", "z"], inside={**dict.fromkeys(("q", "z"), RowShape(heads=3, width=4)), "k": RowShape(heads=1, width=4)}
+)
+
+
+def test_heads_are_columns_with_their_dimensions_and_at_each_token() -> None:
+    everywhere = len(plan(axis="together").sweep.pairs[0].columns[0].places)
+    asked: dict[str, Any] = {"info": INSIDE, "hooks": ["hook_z", "q"]}
+    assert columns(axis="head", **asked) == [
+        ("head 0", everywhere, "0-3", None), ("head 1", everywhere, "4-7", None), ("head 2", everywhere, "8-11", None),
+    ]  # fmt: skip
+    (stored,) = plan(axis="head_position", heads="0,-1", positions=[1, -1], **asked).sweep.pairs
+    found = [(column.head, column.dims, [to for to, _ in column.places]) for column in stored.columns]
+    last = len(stored.base) - 1
+    assert found == [(0, "0-3", [1]), (0, "0-3", [last]), (2, "8-11", [1]), (2, "8-11", [last])]
+    assert [column.label.rpartition(" ")[2] for column in stored.columns] == ["1", str(last)] * 2
+    refused = refusal(pair(), info=INSIDE, hooks=["z", "k"], axis="head")
+    assert (refused.field, "k has 1 heads of 4, but z has 3 of 4" in refused.detail) == ("hooks[1]", True)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ import msgspec
 import pytest
 from test_sweep_plan import ablated, model, pair, plan, refusal
 
+from midstream.schemas.banks import RowShape
 from midstream.schemas.errors import MidstreamError, misfit
 from midstream.schemas.jobs import Job, Sampling
 from midstream.schemas.source_runs import parse_row
-from midstream.schemas.sweep_paths import StoredPath
+from midstream.schemas.sweep_paths import StoredPath, reaches
 from midstream.schemas.sweeps import StoredSweep
+from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.serving.sweep_requests import SweepRequests
 
 INFO = model(hooks=["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"])
@@ -33,10 +35,21 @@ def asks(sweep: StoredSweep) -> SweepRequests:
         ((1, "attn_out"), {"attn_out": [2], "mlp_out": [1, 2]}),
         ((1, "mlp_out"), {"attn_out": [2], "mlp_out": [2]}),
         ((2, "post_block"), {}),
+        ((1, "z"), {"attn_out": [2], "mlp_out": [1, 2]}),
+        ((1, "post_attn"), {"attn_out": [2], "mlp_out": [1, 2]}),
+        ((1, "mlp_in"), {"attn_out": [2], "mlp_out": [2]}),
+        ((1, "mlp_act"), {"attn_out": [2], "mlp_out": [2]}),
     ],
 )
 def test_branches_that_read_what_the_sender_changes_are_held(sender, held) -> None:
     assert StoredPath(frozen=["attn", "mlp"]).frozen_sites(*sender, 2) == held
+
+
+def test_a_site_is_reached_from_what_is_computed_before_it_and_not_from_itself() -> None:
+    assert reaches((1, "z"), (1, "attn_out"))
+    assert reaches((1, "post_block"), (2, "q"))
+    assert not reaches((1, "z"), (1, "z"))
+    assert not reaches((1, "z"), (1, "v"))
 
 
 def test_only_layers_on_the_path_are_swept() -> None:
@@ -85,6 +98,42 @@ def test_a_sender_is_one_first_pass_for_all_cells_of_a_pair() -> None:
     assert {parse_row(entry.tensors[0]).key for ask in cells for entry in ask.steering} == {made.first_key(sender)}
     numbers = [made.units.base(0), made.units.source(0), sender, *made.units.noise(0), *made.units.cells(0)]
     assert [unit.number for unit in numbers] == list(range(len(numbers)))
+
+
+def test_heads_of_both_ends_are_their_dimensions_of_the_rows() -> None:
+    """The sender's at the first pass, from the other prompt's counterpart; a cell's or receiver's at the second. Frozen rows are whole."""
+    shapes = {hook: RowShape(heads=2, width=4) for hook in ("z", "q")}
+    info = model(hooks=[*INFO.hooks, *shapes], inside=shapes)
+
+    def requests(**fields: Any) -> tuple[SweepRequests, StoredSweep]:
+        sweep = plan(info=info, noise=1, **fields).sweep
+        job = Job(id="job_1", kind="sweep", model="m", prompts=[], sampling=Sampling(), created=0.0, sweep=sweep)
+        return SweepRequests(job, 1, info, True), sweep
+
+    def written(ask: EngineRequest, kind: str) -> dict[tuple[str, int], set[str]]:
+        """(hook, layer) → dimensions, of rows of a run."""
+        found: dict[tuple[str, int], set[str]] = {}
+        for entry in ask.steering:
+            row = parse_row(entry.tensors[0])
+            assert (row.hook, [row.layer]) == (entry.hook, entry.layers)
+            if row.key.split(".")[2] == kind:
+                found.setdefault((row.hook, row.layer), set()).add(entry.tensors[1].partition(":")[2] if len(entry.tensors) > 1 else "")
+        return found
+
+    made, stored = requests(axis="head", hooks=["q"], path={"sender": {"layer": 1, "hook": "z", "head": 1}})
+    sender = made.units.sender(0)
+    assert sender is not None
+    first = made.first(sender)
+    assert written(first, "source") == {("z", 1): {"4-7"}}
+    assert written(first, "base") == {("attn_out", 2): {""}, ("attn_out", 3): {""}, **{("mlp_out", layer): {""} for layer in (1, 2, 3)}}
+    places = {(entry.positions[0], parse_row(entry.tensors[0]).position) for entry in first.steering if ".source" in entry.tensors[0]}
+    assert places == set(stored.pairs[0].sender)
+    held = {(entry.positions[0], parse_row(entry.tensors[0]).position) for entry in first.steering if ".base" in entry.tensors[0]}
+    assert held == {(place, place) for place in range(min(places)[0], len(stored.pairs[0].base))}
+    cells = [(cell.column, written(made.patched(cell)[0], "first")) for cell in made.units.cells(0) if made.units.patched(cell)[0] == [3]]
+    assert cells == [(0, {("q", 3): {"0-3"}}), (1, {("q", 3): {"4-7"}})]
+    made, _ = requests(axis="together", hooks=["mlp_out"], layers=[1], path={"receivers": [{"layer": 2, "hook": "q", "head": 0}]})
+    assert written(made.patched(next(iter(made.units.cells(0))))[0], "first") == {("q", 2): {"0-3"}}
 
 
 @pytest.mark.parametrize(
