@@ -270,6 +270,18 @@ def test_tensor_parallel_ranks_record_and_edit_their_own_columns(tp2: Host, insi
     assert relative_error(tp2.capture(two).array(1, "z"), plain) <= FP32_ROWS
 
 
+def test_rows_that_one_rank_kept_do_not_stand_for_those_of_another(tp2: Host, inside_qwen3: InsideReference) -> None:
+    """Of heads that the first rank holds: who asks for a head of the other, or for all, has the prompt computed."""
+    prompt, found = prompt_of(200, seed=83), []
+    rows = inside_qwen3.rows(prompt)["z", 1].reshape(-1, 4, 32)
+    for heads in ("0-1", "0-1", "1-2", None, "2-3", "0-1", None):
+        job = captured(tp2, tp2.job(prompt, max_tokens=1), hook="z", layers=1, positions="all_prompt", heads=heads)
+        found.append(tp2.run(job)[job.id][0].cached_tokens)
+        first, last = (0, 3) if heads is None else map(int, heads.split("-"))
+        assert relative_error(tp2.capture(job).array(1, "z"), rows[:, first : last + 1].reshape(len(prompt), -1)) <= FP32_ROWS, heads
+    assert found == [0, 128, 0, 0, 0, 128, 128]
+
+
 def test_a_sum_over_columns_of_several_ranks_is_refused(tp2: Host) -> None:
     with pytest.raises(MidstreamError, match="spans 2 tensor-parallel ranks"):
         tp2.steering(SteeringSpec(layers=1, hook="z", op="ablate", vector=from_numpy(np.ones(128, np.float32))))

@@ -1,9 +1,11 @@
 """The scheduler promises exactly those rows that the ranks keep, and a capture served by them equals one that was computed."""
 
+import msgspec
 import numpy as np
 import pytest
 from rank_kit import Rank, Request, rows_of, wanted_rows
 
+from midstream.schemas.banks import RowShape
 from midstream.schemas.specs import RankSpec, StoredCapture
 from midstream.workers.runner import row_index
 from midstream.workers.runner.mover import Mover
@@ -19,10 +21,10 @@ def capture(positions="all_prompt", at="before", **sites: list[int]) -> StoredCa
     return StoredCapture(sites=sites or {"post_block": [0, 1]}, positions=positions, tag="t", at=at)  # type: ignore[arg-type]
 
 
-def spec_of(*captures: StoredCapture, prompt: int = 14) -> Wanted:
+def spec_of(*captures: StoredCapture, prompt: int = 14, tensor_parallel: bool = False) -> Wanted:
     spec = RankSpec(version="v", job="j", request=0, attempt=1, prompt_tokens=prompt)
     spec.captures.extend(captures)
-    return Wanted(spec)
+    return Wanted(spec, tensor_parallel=tensor_parallel)
 
 
 def test_a_hit_reaches_as_far_as_the_kept_rows_and_no_further() -> None:
@@ -39,6 +41,17 @@ def test_a_hit_reaches_as_far_as_the_kept_rows_and_no_further() -> None:
         ("s", 0, 4, kept[0].number),
         ("s", 4, 8, kept[1].number),
     ]
+
+
+def test_ranks_without_a_head_that_was_asked_for_have_kept_nothing_for_those_who_ask_for_it() -> None:
+    """One rank keeps its whole rows, and serves any heads of them; of several, only those with one of the heads keep theirs."""
+    wanted = {
+        heads: msgspec.structs.replace(capture(z=[0]), row=RowShape(heads=4, width=2), heads=list(heads)) for heads in ((), (0, 1), (2,))
+    }
+    for parallel, reaches in ((False, (8, 8, 8)), (True, (0, 8, 0))):
+        index = RowIndex(1 << 20, ROW, BLOCK)
+        index.keep("r", spec_of(wanted[0, 1], tensor_parallel=parallel), HASHES, 0, 8)
+        assert tuple(index.reach(spec_of(each, tensor_parallel=parallel), HASHES) for each in wanted.values()) == reaches
 
 
 @pytest.mark.parametrize(
@@ -102,7 +115,7 @@ def test_wider_kept_rows_replace_narrower_ones() -> None:
 def test_ports_are_made_once_per_request_and_decode_steps_cost_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """480 sites take 0.1 ms, and a step has many requests."""
     made = []
-    monkeypatch.setattr(row_index, "_ports", lambda capture, everywhere: made.append(capture) or frozenset())
+    monkeypatch.setattr(row_index, "_ports", lambda capture, tensor_parallel: made.append(capture) or frozenset())
     monkeypatch.setattr(StoredCapture, "select", lambda *window: made.append(window) or range(0))
     index, spec = RowIndex(1 << 20, ROW, BLOCK), spec_of(capture("all"))
     for start in range(14, 40):

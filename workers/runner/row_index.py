@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from ...schemas.specs import RankSpec, StoredCapture
 
-#: (hook, layer, at, kept on every rank of the stage): one port of the model, over all pipeline stages.
-PortName = tuple[str, int, str, bool]
+#: (hook, layer, at, kept on every rank of the stage, heads): one port of the model, over all pipeline stages. `heads`: those asked for,
+#: where ranks hold different ones, and only those with one of them keep rows; empty: all.
+PortName = tuple[str, int, str, bool, tuple[int, ...]]
 #: Different sets of ports kept for one block: a user who asks for other layers each time must not fill the store.
 PIECES = 4
 
@@ -43,7 +44,7 @@ class Wanted:
     def __init__(self, spec: RankSpec, *, tensor_parallel: bool = False) -> None:
         """`tensor_parallel`: a stage has several ranks, most of which keep only rows that are recorded on all of them."""
         self.prompt_tokens, self.lowest_captured = spec.prompt_tokens, spec.lowest_captured
-        self.captures = [(capture, _ports(capture, tensor_parallel and capture.everywhere)) for capture in spec.captures]
+        self.captures = [(capture, _ports(capture, tensor_parallel=tensor_parallel)) for capture in spec.captures]
 
 
 class _Piece(NamedTuple):
@@ -167,5 +168,6 @@ class RowIndex:
         self._dropped.append(piece.number)
 
 
-def _ports(capture: StoredCapture, everywhere: bool) -> frozenset[PortName]:
-    return frozenset((hook, layer, capture.at, everywhere) for hook, layers in capture.sites.items() for layer in layers)
+def _ports(capture: StoredCapture, *, tensor_parallel: bool) -> frozenset[PortName]:
+    everywhere, heads = tensor_parallel and capture.everywhere, tuple(capture.heads) if tensor_parallel else ()
+    return frozenset((hook, layer, capture.at, everywhere, heads) for hook, layers in capture.sites.items() for layer in layers)
