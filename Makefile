@@ -125,6 +125,7 @@ test-compose: $(READY) ## containers: build, start, run the demo, kill each, sto
 
 fidelity: $(READY) ## measure every architecture, hook, runner and mode; write docs/fidelity.md (NAMES=…: only these checkpoints)
 	@$(BIN)/python tests/engine/fidelity.py $(NAMES)
+	@$(BIN)/python tests/engine/fidelity_inside.py $(NAMES)
 
 quantised: $(READY) ## measure quantised checkpoints; write the table of docs/quantised.md (FORMATS="…": only this format)
 	@$(BIN)/python tests/engine/quantised_page.py $(if $(FORMATS),"$(FORMATS)")

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 #: Names of modules in transformers, by what they do.
+LISTS = ("layers", "h", "decoder.layers", "model.layers")
 ATTENTION = ("self_attn", "attn", "attention")
 OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")
 DOWN = ("mlp.down_proj", "mlp.c_proj", "fc2", "mlp.dense_4h_to_h", "feed_forward.down_proj")
@@ -30,6 +31,9 @@ def _unscaled(attention: Any) -> float:
 
 #: Kind of model → what transformers multiplies queries with before its attention; vLLM does so in it.
 SCALED_BEFORE: Mapping[str, Callable[[Any], float]] = {"opt": lambda attention: attention.scaling}
+
+#: Kinds of models whose queries and keys vLLM has in another order of each head's dimensions: the even ones, then the odd ones.
+REORDERED = {"llama4", "llama4_text"}
 
 
 def _child(module: nn.Module, paths: Sequence[str]) -> Any:
@@ -48,7 +52,7 @@ class InsideReference:
         config = AutoConfig.from_pretrained(path)
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager", config=config).eval()
         decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.base_model
-        self.layers = getattr(decoder, "layers", None) or getattr(decoder, "h", None) or decoder.decoder.layers
+        self.layers = next(layers for path in LISTS if (layers := _child(decoder, (path,))) is not None)
         self._edits: Sequence[Edit] = ()
         self._found: dict[tuple[str, int], np.ndarray] = {}
 
@@ -61,9 +65,10 @@ class InsideReference:
 
         def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             number = attentions[id(module)]
-            before = SCALED_BEFORE.get(self.model.config.model_type, _unscaled)(module)
-            parts = [self._heads("q", number, query / before) * before]
-            parts += [self._heads(hook, number, rows) for hook, rows in (("k", key), ("v", value))]
+            kind = self.model.config.model_type
+            before = SCALED_BEFORE.get(kind, _unscaled)(module)
+            query = self._heads("q", number, query / before, reordered=kind in REORDERED) * before
+            parts = [query, self._heads("k", number, key, reordered=kind in REORDERED), self._heads("v", number, value)]
             output, weights = eager(module, *parts, *args, **kwargs)
             self._found["pattern", number] = weights[0].numpy()
             return output, weights
@@ -71,10 +76,28 @@ class InsideReference:
         with ExitStack() as stack, torch.no_grad():
             stack.enter_context(mock.patch.object(source, "eager_attention_forward", attend))
             for number, layer in enumerate(self.layers):
+                if (gate := _child(layer, GATES)) is not None:
+                    stack.enter_context(mock.patch.object(gate, "forward", self._routed(number, gate.forward)))
                 for handle in self._hooks(number, layer):
                     stack.callback(handle.remove)
             logits = self.model(torch.tensor([list(tokens)])).logits[0]
         return {**self._found, ("logits", -1): logits.numpy()}
+
+    def _routed(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A gate's forward, which chooses experts by the edited logits: it computes them by one matrix product."""
+        linear = nn.functional.linear
+
+        def edited(*args: Any) -> torch.Tensor:
+            return self._seen("router", number, linear(*args))
+
+        def routed(*args: Any) -> Any:
+            with mock.patch.object(nn.functional, "linear", edited):
+                output = forward(*args)
+            if isinstance(output, tuple):
+                self._found["experts", number] = output[1:]
+            return output
+
+        return routed
 
     def _hooks(self, number: int, layer: nn.Module) -> list[Any]:
         attention = _child(layer, ATTENTION)
@@ -97,9 +120,6 @@ class InsideReference:
         ]
         if (down := _child(layer, DOWN)) is not None:
             handles.append(down.register_forward_pre_hook(entering("mlp_act")))
-        if (gate := _child(layer, GATES)) is not None:
-            handles.append(gate.register_forward_hook(leaving("router")))
-            handles.append(gate.register_forward_hook(lambda _, args, output: self._found.update({("experts", number): output[1:]})))
         for projection, columns in self._projections(attention).items():
             for hook, where in columns.items():
                 handles.append(projection.register_forward_hook(leaving(hook, where)))
@@ -118,10 +138,12 @@ class InsideReference:
             return {fused: {"q_proj": columns[:, 0].flatten(), "k_proj": columns[:, 1].flatten()}}
         return {module: {hook: slice(None)} for hook in ("q_proj", "k_proj") if (module := _child(attention, (hook,))) is not None}
 
-    def _heads(self, hook: str, number: int, rows: torch.Tensor) -> torch.Tensor:
+    def _heads(self, hook: str, number: int, rows: torch.Tensor, *, reordered: bool = False) -> torch.Tensor:
         """`[1, heads, tokens, width]`."""
-        flat = rows.transpose(1, 2).flatten(2)
-        return self._seen(hook, number, flat).view(rows.transpose(1, 2).shape).transpose(1, 2)
+        count = rows.shape[-1]
+        order = torch.cat([torch.arange(0, count, 2), torch.arange(1, count, 2)]) if reordered else torch.arange(count)
+        flat = rows[..., order].transpose(1, 2).flatten(2)
+        return self._seen(hook, number, flat).view(rows.transpose(1, 2).shape).transpose(1, 2)[..., torch.argsort(order)]
 
     def _seen(self, hook: str, number: int, rows: torch.Tensor) -> torch.Tensor:
         """Rows of any shape with one token after the other, edited, and noted as they were before."""

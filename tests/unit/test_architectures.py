@@ -6,6 +6,7 @@ import pytest
 import tiny_vision
 from families import FAMILIES
 from fidelity import ways_of
+from fidelity_inside import beyond, read_table
 from fidelity_page import PAGE, hooks_of, parse, read_page
 from tiny import CHECKPOINTS, REFUSED
 from tolerances import FIDELITY
@@ -113,6 +114,15 @@ def test_every_figure_is_there_and_within_its_tolerance() -> None:
             if not 0 < figure.worst <= way.tolerance:
                 beyond.append(f"{name} {hook} {way.name}: {figure}")
     assert beyond == []
+
+
+def test_hooks_inside_have_a_row_for_each_checkpoint_within_the_tolerance() -> None:
+    table = read_table(PAGE.read_text())
+    assert set(CHECKPOINTS) <= table.keys() <= {*CHECKPOINTS, *FAMILIES}
+    assert {name: cells for name, row in table.items() if (cells := {hook: cell for hook, cell in row.items() if beyond(cell)})} == {}
+    assert {
+        name for name in CHECKPOINTS if not {"q", "k", "v", "z"} <= table[name].keys() or "not compared" in table[name].values()
+    } == set()
 
 
 def test_the_page_quotes_the_tolerances_that_hold() -> None:

@@ -235,3 +235,15 @@ def test_what_differs_on_a_cpu_only_is_served_elsewhere(monkeypatch: pytest.Monk
 def test_a_least_time_step_is_a_caveat() -> None:
     assert ["time_step_min" in each for each in describe("NemotronHForCausalLM", transformers.NemotronHConfig()).caveats] == [True]
     assert describe("NemotronHForCausalLM", transformers.NemotronHConfig(time_step_min=1e-8)).caveats == ()
+
+
+def test_heads_that_vllm_reorders_as_it_loads_them_have_a_caveat() -> None:
+    """Drafters aside, no other model file of vLLM has such a step."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    models = (Path(spec.origin).parent / "model_executor" / "models").glob("*.py")
+    assert {path.name for path in models if "def permute_qk" in path.read_text()} == {"llama4.py", "llama4_eagle.py"}
+    (caveat,) = fidelity.caveats("Llama4ForCausalLM", transformers.Llama4TextConfig(), 64, backend=False)
+    assert "in vLLM's order" in caveat
+    assert fidelity.caveats("LlamaForCausalLM", transformers.LlamaConfig(), 64, backend=False) == ()

@@ -199,6 +199,10 @@ _ROPE_REST = frozenset(("type",))
 #: Whose transformers model rotates a part of each head where `partial_rotary_factor` says so. Other models of vLLM also do.
 _PARTLY_ROTATED = frozenset({"Phi3ForCausalLM"})
 
+#: For which vLLM puts the dimensions of each head into another order as it loads the weights of queries and keys. Patterns, values and
+#: all that follows are the same.
+REORDERED = frozenset({"Llama4ForCausalLM", "Llama4ForConditionalGeneration"})
+
 
 def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool, interleaved: bool | None = None) -> tuple[str, ...]:
     """In what the rows of a served model differ from transformers', as sentences; mostly nothing.
@@ -225,6 +229,11 @@ def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool
     if architecture in LEAST_STEP and getattr(config, "time_step_min", 0.0) > LEAST_STEP_MATTERS:
         found.append(
             "time_step_min: transformers' Mamba layers have a least time step, vLLM's have none; where it acts, rows differ slightly"
+        )
+    if architecture in REORDERED and not backend:
+        found.append(
+            "rows at q, k, q_proj and k_proj: the dimensions of each head are in vLLM's order, the even ones of transformers and then "
+            "the odd ones"
         )
     for rope in list(_ropes(config)) or [{}]:
         if interleaved is not None:
