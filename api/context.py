@@ -38,7 +38,7 @@ from ..schemas.settings import Settings, asks_for_keys
 from ..schemas.specs import PatchSpec, SteeringSpec
 from ..storage.store import open_store
 from .operations.disks import Disks
-from .resolve import admission, global_capture, patches, steering
+from .resolve import admission, global_capture, patches
 from .resolve.callback_url import check_callback
 from .resolve.feature_wishes import FeatureWish
 from .resolve.features import NONE, FeatureFiles, Named, Rows, check_range, check_specs
@@ -165,7 +165,7 @@ class AppContext:
         """
         info, watching = await self.ledger.watched_model(parsed.model)
         info = await self._usable(parsed.model, info)
-        named = steering.modules_named(parsed.steering, parsed.patch)
+        named = admission.modules_of(parsed)
         features = parsed.features or any(spec.sae for spec in parsed.steering)
         names = named or parsed.lora or parsed.probes or features or patches.runs_of(parsed.patch)
         if names and idempotency and (known := await self.ledger.repeated(idempotency)):
@@ -174,7 +174,9 @@ class AppContext:
         parsed = replace(parsed, lens=await fitted(parsed.lens, info, self.lenses))
         parsed = replace(parsed, features=await self._wishes(info, parsed.features))
         probes = await probes_of(parsed.probes, info, self.probes, watching)
-        model_state = await self.model_state(info.name, named, caller, parsed.patch) if parsed.steering or parsed.patch else NOTHING
+        model_state = (
+            await self.model_state(info.name, named, caller, parsed.patch) if named or parsed.steering or parsed.patch else NOTHING
+        )
         model_state = replace(model_state, features=await self.features(info, parsed.steering))
         admitted = await admission.admit(parsed, info, await self.codec(info), new_job_id(), model_state, caller, lora, probes)
         return await self.accept(admitted.job, info, admitted.blobs, idempotency, admitted.pinned)

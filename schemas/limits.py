@@ -107,6 +107,7 @@ MAX_PROBES = 256  # registered, of one model
 MAX_WATCHING = 16  # of those, on all traffic
 MAX_REQUEST_PROBES = 16  # that one request names
 MAX_PROBE_LABELS = 64  # of one probe
+MAX_GATE_RUNS = 1024  # of tokens with gated edits, that a result names for each probe
 MAX_PROBE_TOKENS = 1 << 18  # scores of single tokens that come back, over all prompts and probes of a job
 
 # --- Sweeps --------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ A probe is an affine map of a row: scores = W · row + b, float32. Alain and Ben
 """
 
 import hashlib
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -16,8 +17,8 @@ from .tensors import Tensor
 #: How the scores of a request's tokens become one: that of the last token, the largest, the mean, or the exponential moving average
 #: e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p.
 Aggregation = Literal["last", "max", "mean", "exponential"]
-#: What happens when the aggregate of a label reaches its threshold.
-Action = Literal["none", "flag", "stop"]
+#: What happens when the aggregate of a label reaches its threshold. `steer`: a module edits generated tokens while it is there.
+Action = Literal["none", "flag", "stop", "steer"]
 #: Float32, like the scores.
 Threshold = Annotated[float, msgspec.Meta(ge=-3e38, le=3e38)]
 ProbeLabel = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
@@ -97,11 +98,20 @@ class WatchRequest(Record):
 
 
 class ProbeUse(Record):
-    """A probe that a request names."""
+    """A probe that a request names.
+
+    With the action `steer` the module's edits are applied at each generated token before which an aggregate was at or above its threshold.
+    """
 
     probe: Reference
     action: Action = "none"
     tokens: bool = False  # return the score of each token, not only the aggregate
+    module: Reference | None = None  # a named steering module; required for `steer`, and valid for it alone
+    scale: float | None = None  # of the module's whole effect; null: 1
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not math.isfinite(self.scale):  # JSON writes it as null, and null has a meaning
+            raise ValueError(f"scale is {self.scale}: omit it, or give a finite number")
 
 
 #: The probes of a request: names, or names with actions.
@@ -142,6 +152,8 @@ class ProbeScore(Wire):
     watching: bool = False
     model: str = ""
     stopped: bool = False  # it ended the request
+    gate: list[tuple[int, int]] | None = None  # of `steer`, see `ProbeResult.gate`
+    gated: int = 0
 
     @property
     def flagged(self) -> bool:
@@ -171,3 +183,6 @@ class ProbeResult(Record):
     flagged: bool = False
     stopped: bool = False  # it ended the request
     tokens: list[list[float]] | None = None  # of each position the score of each label
+    #: With `steer`: where the module's edits were applied, as first and last position of each run of tokens; at most `MAX_GATE_RUNS`.
+    gate: list[tuple[int, int]] | None = None
+    gated: int = 0  # tokens at which they were, all runs together

@@ -196,6 +196,7 @@ class StoredSteering(Record):
     scale: float = 1.0  # of the vector, where the family has one
     numbers: list[float] = []  # those of its family, in their order
     rank: int = 0  # of a family whose tensors have one
+    gate: str = ""  # digest of the probe that decides at which of `positions` it is applied; empty: at all
 
     @property
     def num_vectors(self) -> int:
@@ -396,7 +397,12 @@ class SteeringRow(Record):
 
     key: str
     positions: PositionSelector
-    entries: list[StoredSteering]  # all at hooks of one bank
+    entries: list[StoredSteering]  # all at hooks of one bank, with one gate
+
+    @property
+    def gate(self) -> str:
+        """See `StoredSteering.gate`."""
+        return self.entries[0].gate if self.entries else ""
 
     @property
     def bank(self) -> str:
@@ -435,7 +441,7 @@ def dims_named(name: str) -> list[range]:
 
 
 def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
-    """Group a request's steering by bank and by its positions, in the order first named.
+    """Group a request's steering by bank, by its positions and by its gate, in the order first named.
 
     A family's entries at one site are applied in the order of the rows, and those that are `joined` in one row in the order
     written. So an entry whose family is at one of its sites already joins no earlier row than that one, or, where it cannot
@@ -443,12 +449,12 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
     to the ranks masked ones come behind: so a full one behind a masked one at its site becomes one with a mask of everything.
     """
     groups: list[list[StoredSteering]] = []
-    named: dict[object, int] = {}  # bank and positions → the last group that has them
+    named: dict[object, int] = {}  # bank, positions and gate → the last group that has them
     met: dict[tuple[Hook, int, Family], int] = {}  # (hook, layer, family) → the last group that has it
     for entry in steering:
         if entry.family == "replace" and any((entry.hook, layer, "replace_masked") in met for layer in entry.layers):
             entry = msgspec.structs.replace(entry, family="replace_masked", tensors=[*entry.tensors, ONES])
-        positions = BANK[entry.hook], hashable(entry.positions)
+        positions = BANK[entry.hook], hashable(entry.positions), entry.gate
         sites = [(entry.hook, layer, entry.family) for layer in entry.layers]
         before = -1 if entry.family == "add" else max((met.get(site, -1) for site in sites), default=-1)
         number = named.get(positions, -1)
@@ -495,7 +501,9 @@ def steering_digest(steering: list[StoredSteering]) -> str:
     """Digest of everything that steering does to a request's KV cache; empty without steering."""
     if not steering:
         return ""
-    return content_key([(e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.positions) for e in steering])
+    gates = [entry.gate for entry in steering]
+    content = [(e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.positions) for e in steering]
+    return content_key([content, gates] if any(gates) else content)
 
 
 def content_key(content: object) -> str:

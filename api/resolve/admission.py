@@ -25,6 +25,7 @@ from ...schemas.probes import StoredProbe
 from ...schemas.selectors import DimensionSelector, LayerSelector, RequestedPositions, Span, no_text, parts_of
 from ...schemas.specs import PatchSpec, StoredCapture, StoredSteering
 from .captures import Bounds, PromptFacts, has_text, resolve_captures
+from .gates import gated_by
 from .images import check_number as check_number_of_images
 from .images import placed
 from .model_state import NOTHING, ModelState
@@ -150,6 +151,7 @@ async def resolve(
     codec: Codec,
     max_tokens: int,
     model_state: ModelState = NOTHING,
+    probes: Sequence[StoredProbe] = (),
 ) -> Resolved:
     """Captures and steering for each prompt, and the vectors that came with it by content hash. Raises a 400 naming the field."""
 
@@ -158,7 +160,7 @@ async def resolve(
     def resolved() -> Resolved:
         bounds = Bounds(model, facts_of(parsed, prompts, codec, model_state), max_tokens)
         captures = resolve_captures(parsed.capture, bounds, resolve_readings(parsed, bounds))
-        return captures, *resolve_edits(parsed.patch, parsed.steering, bounds, model_state)
+        return captures, *resolve_edits(parsed.patch, parsed.steering, bounds, model_state, gated_by(parsed.probes, probes))
 
     characters = sum(map(_characters, prompts))
     cost = check_cost(parsed, len(prompts), characters, model_state)
@@ -174,7 +176,7 @@ def check_cost(parsed: ParsedRequest, prompts: int, characters: int, model_state
 
     `characters`: of all `prompts`.
     """
-    check_number(parsed.steering, model_state, prompts)
+    check_number([*parsed.steering, *(gated.spec for gated in gated_by(parsed.probes))], model_state, prompts)
     wanted = _wanted(parsed, model_state)
     costs: Counter[str] = Counter()
     for field, positions in wanted:
@@ -217,12 +219,13 @@ def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
 def _wanted(parsed: ParsedRequest, model_state: ModelState) -> list[tuple[str, RequestedPositions]]:
     """(Field, positions) of the capture, of every patch and of every edit, those of modules each."""
     found: list[tuple[str, RequestedPositions]] = [(f"patch[{index}].positions", spec.positions) for index, spec in enumerate(parsed.patch)]
-    for index, spec in enumerate(parsed.steering):
+    named = [(f"steering[{index}]", spec) for index, spec in enumerate(parsed.steering)]
+    for at, spec in [*named, *((gated.at, gated.spec) for gated in gated_by(parsed.probes))]:
         module = None if spec.module is None else model_state.modules.get(spec.module)
         if module is None or spec.positions is not None:
-            found += [(f"steering[{index}].positions", spec.positions or "all")] * (1 if module is None else len(module.entries))
+            found += [(f"{at}.positions", spec.positions or "all")] * (1 if module is None else len(module.entries))
         else:
-            found += [(f"steering[{index}].module", entry.positions) for entry in module.entries]
+            found += [(f"{at}.module", entry.positions) for entry in module.entries]
     found += positions_asked(parsed)
     return found + ([("capture.positions", parsed.capture.positions)] if parsed.capture else [])
 
@@ -281,7 +284,7 @@ async def admit(
     prompts = await tokenise(parsed.prompts, model, codec)
     max_tokens = check_lengths(parsed, prompts, model)
     check_tokens(probes, [len(prompt.token_ids) + max_tokens for prompt in prompts])
-    captures, steering, blobs = await resolve(parsed, prompts, model, codec, max_tokens, model_state)
+    captures, steering, blobs = await resolve(parsed, prompts, model, codec, max_tokens, model_state, probes)
     check_step(probes, captures, model)
     job = Job(
         id=job_id,
@@ -294,7 +297,7 @@ async def admit(
         captures=captures,
         stream=parsed.stream,
         metadata=parsed.metadata,
-        modules={name: model_state.modules[name].digest for name in modules_named(parsed.steering, parsed.patch)},
+        modules={name: model_state.modules[name].digest for name in modules_of(parsed)},
         runs={name: model_state.runs[name].job for name in runs_of(parsed.patch)},
         fills=parsed.fill_max_tokens and any(prompt.images for prompt in prompts),
         run=scoped(caller.tenant, parsed.capture.run) if parsed.capture and parsed.capture.run else "",
@@ -306,6 +309,11 @@ async def admit(
     named |= {name for probe in probes for name in probe.content.tensors}
     blobs |= {digest_of(data): data for prompt in parsed.prompts for data in prompt.images}
     return Admitted(job, blobs, sorted(named - blobs.keys()))
+
+
+def modules_of(parsed: ParsedRequest) -> list[str]:
+    """The modules that a request names, each once."""
+    return modules_named([*parsed.steering, *(gated.spec for gated in gated_by(parsed.probes))], parsed.patch)
 
 
 def handled(handling: Handling, caller: Caller) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from ...schemas.selectors import HOOKS, SelectorError, resolve_layers
 from ...schemas.specs import StoredCapture, probe_captures
 from ...schemas.tensors import Tensor, content_hash, from_numpy, to_numpy
 from .captures import Bounds, one_hook
+from .gates import check_use
 
 
 def resolve_probe(asked: ProbeRequest, name: str, model: ModelInfo) -> tuple[Probe, dict[str, bytes]]:
@@ -123,6 +124,7 @@ async def probes_of(asked: Sequence[str | ProbeUse], model: ModelInfo, probes: P
         if (why := misfit(probe, model)) is not None:
             raise invalid(at, f"{use.probe!r} {why}", allowed="register it again")
         check_action(probe, use.action, f"{at}.action", model)
+        check_use(use, at, model)
         found.append(probe.stored(use.action, tokens=use.tokens))
     for probe in await probes.named(model.name, watching):
         # A probe that does not fit the model that is served now cannot be evaluated: no traffic may pass it silently.

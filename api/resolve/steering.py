@@ -20,6 +20,7 @@ from ...schemas.steering import GlobalSteering, Module, SteeringTemplate
 from ...schemas.tensors import Tensor
 from .captures import Bounds, apply_rules, positions_of_each
 from .features import NONE, Named, plain_spec, resolve_feature
+from .gates import Gated, gated_entries
 from .installed_ops import check_alone, resolve_installed
 from .interventions import check_limit, limit_of, reach_of, resolve_entry
 from .model_state import NOTHING, ModelState, unknown_module
@@ -145,30 +146,39 @@ def _own_positions(module: Module, number: int, entry: SteeringTemplate, bounds:
     try:
         return positions_of_each(entry, bounds)
     except SelectorError as error:
-        raise invalid(
-            f"{at}.module", f"module {module.name!r}, entry {number}: {error}", allowed=f"{at}.positions, instead of the module's own"
-        ) from error
+        allowed = f"{at}.positions, instead of the module's own" if at.startswith("steering") else "another module"
+        raise invalid(f"{at}.module", f"module {module.name!r}, entry {number}: {error}", allowed=allowed) from error
 
 
 # --- A request ---------------------------------------------------------------------------------------------------------
 
 
 def resolve_edits(
-    patch: Sequence[PatchSpec], specs: Sequence[SteeringSpec], bounds: Bounds, model_state: ModelState = NOTHING
+    patch: Sequence[PatchSpec],
+    specs: Sequence[SteeringSpec],
+    bounds: Bounds,
+    model_state: ModelState = NOTHING,
+    gated: Sequence[Gated] = (),
 ) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
-    """Patches and the steering after them: one list per prompt, and the tensors that came with them by content hash. Both are empty when
-    nothing is edited. Tensors of named modules are not included. Raises a 400 naming the field.
+    """Patches, the steering after them, and what probes apply (`gated`): one list per prompt, and the tensors that came with them by
+    content hash. Both are empty when nothing is edited. Tensors of named modules are not included. Raises a 400 naming the field.
     """
     blobs: dict[str, bytes] = {}
-    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
+    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs or gated else []
     for index, spec in enumerate(specs):
         for part in _parts(spec, bounds, f"steering[{index}]", model_state, blobs):
             named = {name: part.entry.stored(name, part.scale) for name in POSITION_NAMES}  # the same for every prompt
             for entries, positions in zip(per_prompt, part.positions, strict=True):
                 same = named.get(positions) if isinstance(positions, str) else None
                 entries.append(same or part.entry.stored(positions, part.scale))
-    beside = _room_for_everyone(model_state.global_steering, bounds) if specs or patch else NO_ROOM
-    _check_each(per_prompt, "steering", bounds.model, beside)
+    for module in gated:
+        parts = [
+            (part.entry.stored("all", part.scale), part.positions) for part in _parts(module.spec, bounds, module.at, model_state, blobs)
+        ]
+        for entries, more in zip(per_prompt, gated_entries(module, parts, bounds), strict=True):
+            entries += more
+    beside = _room_for_everyone(model_state.global_steering, bounds) if specs or patch or gated else NO_ROOM
+    _check_each(per_prompt, "steering" if specs or not gated else "probes", bounds.model, beside)
     if not patch:
         return per_prompt, blobs
     patched = resolve_patches(patch, bounds, model_state, blobs)
@@ -335,7 +345,7 @@ def _is_counted(positions: Sequence[object] | object) -> bool:
 def _sharing(entries: list[StoredSteering]) -> tuple[int, ...]:
     """For each entry the first that has its positions. Prompts of which this is the same take the same rows."""
     first: dict[object, int] = {}
-    return tuple(first.setdefault(hashable(entry.positions), number) for number, entry in enumerate(entries))
+    return tuple(first.setdefault((hashable(entry.positions), entry.gate), number) for number, entry in enumerate(entries))
 
 
 def _check_room(

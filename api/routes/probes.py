@@ -8,7 +8,7 @@ from litestar import Response, delete, get, put
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody, PathParameter
 
-from ...schemas.errors import MidstreamError, unknown
+from ...schemas.errors import MidstreamError, invalid, unknown
 from ...schemas.limits import MAX_MODULE_NAME, NAME_PATTERN
 from ...schemas.probes import Probe, ProbePage, ProbeRequest, WatchRequest
 from ..context import AppContext, context_of
@@ -84,6 +84,10 @@ async def watch(name: Name, data: JSONBody[WatchRequest], request: JsonRequest, 
     context = context_of(request)
     info = await context.the_model(model)
     probe = await _known(context, info.name, name)
+    if data.action == "steer":
+        raise invalid(
+            "action", "'steer' is not valid for all traffic: a request asks for it, and names a module", allowed="none, flag, stop"
+        )
     check_action(probe, data.action, "action", info)
     probe = msgspec.structs.replace(probe, watch=data.action)
     await context.probes.put(probe, {})

@@ -160,6 +160,8 @@ def probe_result(request: int, score: ProbeScore) -> ProbeResult:
         flagged=score.flagged,
         stopped=score.stopped,
         tokens=tokens,
+        gate=score.gate,
+        gated=score.gated,
     )
 
 

@@ -1,10 +1,16 @@
 """Scores of probes on real engines equal numpy's on the captured rows, whatever happens to the request."""
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
-from host import Host, capture_of, prompt_of, steer
-from probe_kit import Weights, check, new_maximum, scores_of, tokens_of
+from host import Host, capture_of, prompt_of, relative_error, steer
+from probe_kit import EDGE, Gate, Weights, check, flapping, new_maximum, positions_of, scores_of, tokens_of
+from reference import Reference
+from tolerances import FP32_ROWS
+
+from midstream.schemas.jobs import Job
 
 AGGREGATIONS = (("last", 0.0), ("max", 0.0), ("mean", 0.0), ("exponential", 0.9))
 
@@ -125,3 +131,78 @@ def test_scores_travel_with_streamed_tokens(v1: Host) -> None:
     assert [each.position for each in told] == list(range(89, 95))
     np.testing.assert_array_equal([each.scores for each in told], tokens_of(score)[89:95])
     assert told[-1].aggregates == score.score
+
+
+# --- Steering by a probe ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("engine", "model"), [("v1", "llama"), ("compiled", "llama"), ("v2", "llama"), ("tp2", "qwen3")])
+def test_gated_steering_equals_transformers_step_by_step(engine: str, model: str, request: pytest.FixtureRequest) -> None:
+    """Edits on exactly the generated tokens before which the score was above the threshold; prompts in one step and in several."""
+    host: Host = request.getfixturevalue(engine)
+    path: Path = request.getfixturevalue(model)
+    reference, last = Reference(path), host.info["num_layers"] - 1
+    jobs, wanted = [], []
+    for number, (length, content) in enumerate(((12, {}), (100, {"aggregation": "exponential", "decay": 0.5}))):
+        prompt = prompt_of(length, seed=60 + number)
+        gate, expected = flapping(reference, prompt, 14, last, 20 + number, layer=number, **content)
+        capture = capture_of([0, last], "all")
+        jobs.append(host.job(prompt, max_tokens=14, capture=capture, steering=gate.steering(host), probes=[gate.probe(host)]))
+        wanted.append(expected)
+    outputs = host.run(*jobs, host.job(prompt_of(9), max_tokens=14))
+    for job, (tokens, is_open, rows) in zip(jobs, wanted, strict=True):
+        assert outputs[job.id][0].token_ids == tokens
+        score = scores_of(host, job)["p"]
+        assert positions_of(score) == is_open
+        assert [receipt.applied for receipt in host.receipts(job)] == [len(is_open)] * len(host.receipts(job))
+        for layer in (0, last):
+            assert relative_error(host.capture(job).array(layer), rows["post_block", layer]) <= FP32_ROWS
+
+
+def test_a_gate_that_never_opens_changes_no_bit(v1: Host, reference: Reference) -> None:
+    """Nor does one that opens change those of other requests in its steps."""
+    prompts, last = [prompt_of(30, seed=70 + number) for number in range(3)], v1.info["num_layers"] - 1
+    gate, _ = flapping(reference, prompts[0], 14, last, 30)
+    never = Gate(gate.weights, last, 0, 1e6, gate.vector)
+
+    def rows(steers: bool) -> list[bytes]:
+        def job(prompt: list[int], of: Gate | None) -> Job:
+            probes = [of.probe(v1, "steer" if steers else "none")] if of is not None else None
+            steering = of.steering(v1) if of is not None and steers else None
+            return v1.job(prompt, max_tokens=14, capture=capture_of([0, last], "all"), probes=probes, steering=steering)
+
+        jobs = [job(prompt, of) for prompt, of in zip(prompts, (gate, never, None), strict=True)]
+        v1.run_together(*jobs)
+        if steers:
+            (shut,) = v1.receipts(jobs[1])
+            assert (shut.applied, scores_of(v1, jobs[1])["p"].gate, bool(scores_of(v1, jobs[0])["p"].gated)) == (0, [], True)
+        return [v1.capture(job).array(last).tobytes() for job in jobs]
+
+    free, steered = rows(False), rows(True)
+    assert free[0] != steered[0]
+    assert free[1:] == steered[1:]
+
+
+def test_preempted_requests_are_edited_where_their_gate_was_open(cached: Host, reference: Reference) -> None:
+    """Seven blocks for six requests of up to three: what was computed is computed again, with the edits of before."""
+    last = cached.info["num_layers"] - 1
+    gate, _ = flapping(reference, prompt_of(110, seed=500), 14, last, 40)
+    before = cached.call("midstream_status")[0]["preemptions"]
+    jobs = [
+        cached.job(
+            prompt_of(110, seed=500 + number), max_tokens=180, capture=capture_of([last], "all"), steering=gate.steering(cached),
+            probes=[gate.probe(cached)],
+        )
+        for number in range(6)
+    ]  # fmt: skip
+    answers = cached.run_together(*jobs)
+    assert cached.call("midstream_status")[0]["preemptions"] > before
+    for job in jobs:
+        tokens = job.prompts[0].token_ids + answers[job.id][0].token_ids
+        is_open = positions_of(scores_of(cached, job)["p"])
+        rows = reference.rows(tokens[:-1], gate.edits(is_open))["post_block", last]
+        assert relative_error(cached.capture(job).array(last), rows) <= FP32_ROWS
+        decides = gate.aggregates(rows)[109:-1]
+        clear = np.abs(decides - gate.threshold) > EDGE
+        np.testing.assert_array_equal(np.isin(np.arange(110, 289), is_open)[clear], (decides >= gate.threshold)[clear])
+        assert 0 < len(is_open) < 179

@@ -49,9 +49,11 @@ def _digest(global_steering: list[StoredSteering], own: list[StoredSteering], as
     """Digest of everything that affects the request's KV cache. The same entries share it, whether global or the request's own.
 
     With both they are kept apart: each has its own rows, and entries that share a row are rounded once. A forward that begins at a
-    layer above the first leaves the cache below it unwritten: those blocks are never shared.
+    layer above the first leaves the cache below it unwritten: those blocks are never shared. Nor are those of tokens at which a probe's
+    score decided about edits: on a threshold's very edge, another batch may round it to the other side.
     """
     digest = steering_digest(global_steering or own)
     if global_steering and own:
         digest = content_key([steering_digest(global_steering), steering_digest(own)])
-    return digest if ask.entry is None else content_key([digest, ask.job, ask.request, ask.attempt])
+    own_alone = ask.entry is not None or any(entry.gate for entry in own)
+    return content_key([digest, ask.job, ask.request, ask.attempt]) if own_alone else digest

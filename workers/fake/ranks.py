@@ -23,6 +23,7 @@ from ..engine.collective import check_apply_results
 from ..engine.identity import BOOT
 from ..engine.protocol import EngineRequest
 from ..runner.finished import FinishedCapture
+from ..runner.gates import Gates, gates_of
 from ..runner.installed_readers import LoadedReader
 from ..runner.layouts import StoreConfig
 from ..runner.watches import Watch
@@ -180,22 +181,37 @@ class FakeRanks:
 
     def _scores(self, finished: _Finished, pp: int) -> list[ProbeScore]:
         """Of the probes with layers on this stage: at position p label number n has the score p + n."""
+        watch, positions = self._watch(finished, pp), len(finished.fed)
+        if watch is None:
+            return []
+        gates = self._gates(finished, pp)
+        scores = watch.results(positions)[0]
+        return scores if gates is None else [gates.told(score, positions) for score in scores]
+
+    def _watch(self, finished: _Finished, pp: int) -> Watch | None:
         share = set(self._stages[pp].tolist())
         probes = [probe for probe in finished.spec.probes if probe.content.layer in share]
         if not probes:
-            return []
+            return None
         watch, positions = Watch(finished.spec.key, probes), len(finished.fed)
         for mine in watch.columns:
             scores = np.arange(positions)[:, None] + np.arange(len(mine))
             watch.put(0, np.array(mine), scores.astype(np.float32))
-        return watch.results(positions)[0]
+        return watch
+
+    def _gates(self, finished: _Finished, pp: int) -> Gates | None:
+        gates = gates_of(finished.spec, self._watch(finished, pp))
+        if gates is not None:
+            gates.decide(len(finished.fed))
+        return gates
 
     def _applied(self, finished: _Finished, pp: int) -> int:
         """Token rows that steering would have changed on a stage, over its layers."""
-        rows = 0
+        rows, gates = 0, self._gates(finished, pp)
         for entry in (*finished.spec.global_steering, *finished.spec.steering):
             layers = len(set(entry.layers) & set(self._stages[pp].tolist()))
-            rows += layers * len(select(entry.positions, 0, len(finished.fed), len(finished.prompt)))
+            named = select(entry.positions, 0, len(finished.fed), len(finished.prompt))
+            rows += layers * len(gates.among(entry.gate, named) if gates is not None and entry.gate else named)
         return rows
 
     def _builds(self, finished: _Finished, rank: int, pp: int) -> Sequence[Callable[[], FinishedCapture]]:

@@ -38,7 +38,7 @@ KINDS: dict[Kind, tuple[str, ...]] = {
     "row_release": ("key",),
     "steer": ("job", "request", "attempt", "digest"),
     "lora": ("job", "request", "attempt", "digest of the adapter that its rows were computed with"),
-    "probe": ("job", "request", "attempt", "crc32 of the scores of all its tokens"),
+    "probe": ("job", "request", "attempt", "crc32 of the scores of all its tokens, and of where its gates were open"),
 }
 
 _MASK = (1 << 64) - 1

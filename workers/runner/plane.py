@@ -36,6 +36,7 @@ from .config import Place, PlaneConfig
 from .executed import Miscount
 from .faults import Faults
 from .finite_check import NonFinite, precedes_edits, reason
+from .gates import decide, gates_of
 from .grading import Grading
 from .host_memory import HostMemoryError
 from .installed_ops import check_here
@@ -304,7 +305,7 @@ class DataPlane:
         with self._guard(self._tracked.values(), ""):
             self._judge(self._banks.settle(needed))
         with self._guard([tracked for tracked in self._tracked.values() if tracked.watch is not None], "probe_failed"):
-            self._probes.settle(wait=bool(needed))
+            self._probes.settle(wait=bool(needed) or any(tracked.gates is not None for tracked in self._tracked.values()))
         for request_id in sorted(finished):
             tracked = self._tracked.pop(request_id, None)
             if tracked is not None:
@@ -358,6 +359,7 @@ class DataPlane:
             for request_id in lost:
                 self._fail(self._tracked[request_id], _IDLE, "intervention_failed")
             mine = [(tracked, rows) for tracked, rows in mine if rows.id not in lost]
+        decide(mine, lambda tracked, why: self._fail(tracked, f"{why} (rank {self._place.rank})", "probe_failed"))
         with self._guard([tracked for tracked, _ in mine if tracked.rows], "intervention_failed"):
             self._banks.plan_steering(mine)
         with self._guard([tracked for tracked, _ in mine if tracked.recordings], "capture_failed"):
@@ -495,6 +497,7 @@ class DataPlane:
             tracked.recordings = {number: recording for number, recording in enumerate(recordings) if recording is not None}
             with self._guard([tracked], "probe_failed"):
                 tracked.watch = self._probes.watch(request.id, spec, tracked.recordings.values())
+                tracked.gates = gates_of(spec, tracked.watch)
             for number, recording in tracked.recordings.items():
                 recording.stream = self._streams.of(spec, recording, request.max_tokens)
                 recording.prepared = prepared.get(number)
@@ -526,7 +529,7 @@ class DataPlane:
             self._fail(tracked, _TAINTED, "intervention_failed")
 
     def _finish(self, tracked: Tracked, finish: Finish) -> None:
-        tracked.edited = [(spec.positions, self._banks.num_sites(row, spec)) for row, spec in tracked.rows]
+        tracked.edited = [(spec, self._banks.num_sites(row, spec)) for row, spec in tracked.rows]
         self._rows.release(self._step, tracked.rows)
         tracked.holds([])
         tracked.stopped_by = finish.stopped_by
@@ -549,9 +552,9 @@ class DataPlane:
             mine = token_ids[:num_tokens]
             # The last sampled token was never fed back, unless a probe found in its row that the request ends there.
             rows = len(mine) - (1 if len(mine) < len(token_ids) or not tracked.stopped_by else 0)
-            for positions, sites in tracked.edited:  # rejected drafts, and what was computed before the end was known, are not its own
-                beyond = select(positions, rows, tracked.reached, tracked.spec.prompt_tokens)
-                tracked.applied -= len(beyond) * sites
+            for row, sites in tracked.edited:  # rejected drafts, and what was computed before the end was known, are not its own
+                beyond = select(row.positions, rows, tracked.reached, tracked.spec.prompt_tokens)
+                tracked.applied -= len(tracked.open_of(row, beyond)) * sites
             self._reports.over(self._step, tracked, mine, rows)
 
     def _fail(self, tracked: Tracked, message: str, kind: str, since: int | None = None) -> None:

@@ -16,11 +16,12 @@ import torch
 from ...kernels import plan as columns
 from ...schemas.banks import RESIDUAL
 from ...schemas.probes import ProbeScore
-from ...schemas.selectors import PositionSelector, select
+from ...schemas.selectors import select
 from ...schemas.specs import RankSpec, SteeringRow, columns_of
 from .buffers import Staging
 from .capture import Extent, Recording, StepRows, contiguous
 from .executed import Due
+from .gates import Gates
 from .mover import Mover
 from .overload import Overload
 from .sites import Buffers, Site
@@ -40,7 +41,7 @@ class Tracked:
     recordings: dict[int, Recording] = field(default_factory=dict)  # by index in `RankSpec.captures`
     applied: int = 0  # token rows changed so far, over all sites of this rank; what is computed again counts once
     reached: int = 0  # the first position that was never computed
-    edited: list[tuple[PositionSelector, int]] = field(default_factory=list)  # of its rows, once it is over: where, how many sites
+    edited: list[tuple[SteeringRow, int]] = field(default_factory=list)  # its rows, once it is over, and how many sites each edits
     failure: str = ""
     failure_kind: str = ""  # the problem's kind, see `Receipt.kind`
     reported: bool = False
@@ -50,6 +51,8 @@ class Tracked:
     unsound: bool = False  # the model gave rows that are not finite, before any edit could reach them
     accounted: bool = False  # the adapter that its rows are computed with is in the ledger
     watch: Watch | None = None  # the scores of its probes
+    gates: Gates | None = None  # what they decide about its steering
+    gated: bool = False  # whether they do of any of its rows
     stopped_by: str = ""  # the probe that ended it
     scores: list[ProbeScore] = field(default_factory=list)  # once it is over
     graded: Callable[[], list[float]] | None = None  # what `RankSpec.grade` asked; waits for the values
@@ -57,6 +60,13 @@ class Tracked:
     def holds(self, rows: list[tuple[int, SteeringRow]]) -> None:
         """From now on these rows edit its tokens, in this order."""
         self.rows, self.columns = rows, columns_of([spec for _, spec in rows])
+        self.gated = any(spec.gate for _, spec in rows)
+
+    def open_of(self, row: SteeringRow, positions: list[int] | range) -> list[int] | range:
+        """Those of the positions that a row names at which it edits, where a probe may decide about that."""
+        if not row.gate:
+            return positions
+        return self.gates.among(row.gate, positions) if self.gates is not None else []
 
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -138,6 +148,8 @@ class Planner:
                 if spec.bank != self._bank:
                     continue
                 chosen = select(spec.positions, first, stop, tracked.spec.prompt_tokens)
+                if tracked.gated:
+                    chosen = tracked.open_of(spec, chosen)
                 if not chosen:
                     continue
                 if row not in used:

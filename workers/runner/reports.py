@@ -54,6 +54,9 @@ class Reports:
             except ProbeError as error:
                 self.failed(step, tracked, f"{error} (rank {self._place.rank})", "probe_failed")
                 return
+            if tracked.gates is not None:
+                checksum = tracked.gates.checksum(rows, checksum)
+                tracked.scores = [tracked.gates.told(score, rows) for score in tracked.scores]
             self._actions.fold(step, "probe", *tracked.spec.ids, checksum)
         tracked.reported = True
         recordings = [recording for recording in tracked.recordings.values() if not recording.capture.scored]

@@ -105,6 +105,17 @@ class Watch:
         scored = [Scored(position, self.scores[position].tolist(), self.aggregates[position].tolist()) for position in told]
         return News(self.request_id, stop_at, name, scored) if scored or stop_at >= 0 else None
 
+    def above(self, probe: int, position: int) -> bool:
+        """Whether an aggregate of probe number `probe`, up to this position, is at or above its threshold. Raises ProbeError."""
+        mine = self.columns[probe]
+        if position < self.reached:
+            self._aggregate(position + 1)
+        aggregates = self.aggregates[position, mine.start : mine.stop] if position < self.reached else np.full(1, np.nan)
+        if not np.isfinite(aggregates).all():
+            why = "its score is not finite" if position < self.reached else "it was not scored"
+            raise ProbeError(f"probe {self.probes[probe].name!r}: {why} at position {position}, which decides about the next one's edits")
+        return bool((aggregates >= self._thresholds[mine.start : mine.stop]).any())
+
     def results(self, positions: int, stopped_by: str = "") -> tuple[list[ProbeScore], int]:
         """Of the first `positions` tokens: the results, and a CRC32 of all scores. Raises ProbeError.
 
