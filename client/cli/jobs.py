@@ -102,7 +102,8 @@ def submit(
         typer.Option(metavar=options.PATCH, help="Replace rows by rows of a run, a vector or zeros; repeatable."),
     ] = None,
     probe: Annotated[
-        list[str] | None, typer.Option(metavar="NAME[:ACTION]", help="Score every token with this probe; action: none, flag or stop.")
+        list[str] | None,
+        typer.Option(metavar=options.PROBE, help="Score every token with this probe; action: none, flag, stop, or steer with a module."),
     ] = None,
     lens: Annotated[
         str | None, typer.Option(metavar="LAYERS[:TOP_K]", help="Most likely next tokens of these layers at the last prompt token.")
@@ -132,8 +133,7 @@ def submit(
             fields["sampling"] = {"max_tokens": max_tokens, "temperature": temperature}
             fields["steering"] = options.parse_steering(steer or [])
             fields["patch"] = options.parse_patches(patch or [])
-            uses = [each.partition(":") for each in probe or []]
-            fields["probes"] = [{"probe": named, "action": action or "none"} for named, _, action in uses]
+            fields["probes"] = options.parse_probes(probe or [])
             fields["lens"] = options.parse_lens(lens) if lens else None
             fields["features"] = [options.parse_features(each) for each in features or []]
             fields |= handling

@@ -246,6 +246,27 @@ def _with_top_k(text: str, option: str, allowed: str) -> tuple[str, dict[str, in
     return name, {"top_k": int(number)} if colon else {}
 
 
+# --- Probes ----------------------------------------------------------------------------------------------------------
+
+PROBE = "NAME[:ACTION] | NAME:steer:MODULE[:SCALE]"
+
+
+def parse_probes(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """`probes` of a request. Raises a problem for a text of another form."""
+    found: list[dict[str, Any]] = []
+    for text in texts:
+        name, *rest = text.split(":")
+        use: dict[str, Any] = {"probe": name, "action": rest[0] if rest and rest[0] else "none"}
+        try:
+            use |= dict(zip(("module", "scale"), (rest[1], *map(float, rest[2:])), strict=False)) if len(rest) > 1 else {}
+        except ValueError:
+            raise invalid("--probe", f"{text!r}: {rest[2]!r} is not a number", allowed=PROBE) from None
+        if len(rest) > 3:
+            raise invalid("--probe", f"{text!r} has {len(rest) + 1} parts", allowed=PROBE)
+        found.append(use)
+    return found
+
+
 # --- Patches ---------------------------------------------------------------------------------------------------------
 
 #: As `--help` shows it.

@@ -6,13 +6,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from ...schemas.jobs import JobResult
-from ...schemas.probes import Probe
+from ...schemas.probes import Probe, ProbeResult
+from ...schemas.selectors import as_ranges
 from ..probes import Metrics
 from .jobs import facts, table
 from .steering import DIGEST
 
 #: Labels of a probe that a list shows.
 _SHOWN = 4
+#: Runs of steered tokens that a result shows.
+_RUNS = 6
 
 
 def listed(probes: Sequence[Probe]) -> Table:
@@ -55,12 +58,18 @@ def measured(metrics: Metrics) -> Table:
 
 def scores(result: JobResult) -> Table:
     """One line per prompt, probe and label."""
-    shown = table("Scores", "prompt", "probe", "label", "score", "tokens", "crossed at")
+    steered = any(each.gate is not None for each in result.probes)
+    shown = table("Scores", "prompt", "probe", "label", "score", "tokens", "crossed at", *(["steered at"] if steered else []))
     for each in result.probes:
+        where = [_steered_at(each)] if steered else []
         for label, score in each.scores.items():
             crossed = str(each.crossed.get(label, "")) + (" (stopped)" if each.stopped and label in each.crossed else "")
-            shown.add_row(*map(escape, (str(each.request), each.probe, label, f"{score:.4f}", str(each.positions), crossed)))
+            shown.add_row(*map(escape, (str(each.request), each.probe, label, f"{score:.4f}", str(each.positions), crossed, *where)))
     return shown
+
+
+def _steered_at(result: ProbeResult) -> str:
+    return as_ranges((place for first, last in result.gate or [] for place in range(first, last + 1)), _RUNS)
 
 
 def _site(probe: Probe) -> str:

@@ -9,8 +9,10 @@ import httpx
 import numpy as np
 import pytest
 from stack import Stack
+from typer.testing import CliRunner
 
 from midstream.client import Client, MidstreamError
+from midstream.client.cli.main import app
 
 HIDDEN = 8
 TIMES = {"lease_s": 9.0, "visibility_timeout_s": 60}
@@ -128,6 +130,10 @@ def test_a_probe_that_does_not_fit_is_refused_by_field(client: Client, change: d
         (["calm", "calm"], "probes[1]", "listed twice"),
         ([{"probe": "calm", "action": "run"}], "probes[0].action", "Invalid enum value"),
         ([{"probe": "plain", "action": "stop"}], "probes[0].action", "needs a threshold"),
+        ([{"probe": "plain", "action": "steer", "module": "joy"}], "probes[0].action", "needs a threshold"),
+        ([{"probe": "calm", "action": "steer"}], "probes[0].module", "is required"),
+        ([{"probe": "calm", "action": "steer", "module": "none"}], "probes[0].module", "unknown module 'none'"),
+        ([{"probe": "calm", "module": "joy"}], "probes[0].module", "is not valid for action 'none'"),
         (["calm"] * 17, "probes", "length <= 16"),
     ],
 )
@@ -139,16 +145,31 @@ def test_a_request_that_names_a_probe_wrongly_is_refused(client: Client, calm: s
     assert words in str(refused.value)
 
 
+def test_a_module_steers_while_the_score_is_above_the_threshold(client: Client) -> None:
+    """The fake's score is the position: above 12 it stays above."""
+    client.register_module("joy", [{"layers": [1, 2], "vector": np.ones(HIDDEN)}])
+    client.register_probe("late", weight=np.ones(HIDDEN), layer=0, labels=["x"], thresholds=12)
+    asked = {"probe": "late", "action": "steer", "module": "joy", "scale": 2.0}
+    result = client.run(model="fake-model", prompts=["hello", "there"], probes=[asked, "calm"], max_tokens=12)
+    late, calm, other, _ = result.probes
+    first, last = max(13, result.outputs[0].prompt_tokens), late.positions - 1
+    assert (late.gate, late.gated, late.crossed) == ([(first, last)], last - first + 1, {"x": 12})
+    assert (calm.gate, calm.gated, other.gate) == (None, 0, [(13, other.positions - 1)])
+    assert client.job(result.id).modules.keys() == {"joy"}
+    shown = CliRunner().invoke(app, [
+        "submit", "hello", "--probe", "late:steer:joy:2", "--max-tokens", "12", "--model", "fake-model", "--url", client.url
+    ])  # fmt: skip
+    assert f"13-{last}" in shown.output, shown.output
+    answer = client.completion(model="fake-model", prompt="hello", max_tokens=12, probes=[asked])
+    assert (answer.probes[0].gate, answer.determinism is not None) == ([(13, last)], True)
+
+
 def test_tokens_beyond_the_limit_are_refused(client: Client, calm: str) -> None:
     with pytest.raises(MidstreamError, match="up to 262144"):
         client.submit(model="fake-model", prompts=["hello"] * 4096, probes=[{"probe": calm, "tokens": True}], max_tokens=64)
 
 
 def test_the_command_line_registers_lists_and_deletes(stack: Stack, tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from midstream.client.cli.main import app
-
     np.savez(tmp_path / "probe.npz", weight=np.ones((1, HIDDEN), np.float32))
 
     def ran(*arguments: str) -> str:
@@ -160,6 +181,9 @@ def test_the_command_line_registers_lists_and_deletes(stack: Stack, tmp_path: Pa
     assert "cli" in ran("list")
     assert "x ≥ 1.5" in ran("show", "cli")
     assert "all traffic, flag" in ran("watch", "cli")
+    refused = CliRunner().invoke(app, ["probe", "watch", "cli", "--action", "steer", "--url", stack.url])
+    assert refused.exit_code
+    assert "none, flag, stop" in refused.output
     assert "all traffic" not in ran("watch", "cli", "--off")
     assert "removed" in ran("remove", "cli")
 

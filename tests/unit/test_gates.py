@@ -1,0 +1,223 @@
+"""Gated steering: where a gate is open, what it comes to in a request, and what is refused by name."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from midstream import __version__
+from midstream.api.resolve.captures import Bounds, PromptFacts
+from midstream.api.resolve.gates import Gated, check_use, generated
+from midstream.api.resolve.model_state import ModelState
+from midstream.api.resolve.steering import resolve_edits, resolve_module
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.limits import MAX_GATE_RUNS
+from midstream.schemas.models import ModelInfo
+from midstream.schemas.probes import Action, ProbeContent, ProbeUse, StoredProbe
+from midstream.schemas.selectors import HOOKS, PositionSelector, Span, Window
+from midstream.schemas.specs import RankSpec, SteeringSpec, StoredSteering, steering_digest, steering_rows
+from midstream.schemas.steering import GlobalSteering, Module, content_digest
+from midstream.schemas.tensors import from_numpy
+from midstream.workers.engine.protocol import EngineRequest, Sampling
+from midstream.workers.engine.rank_spec import rank_spec
+from midstream.workers.runner.gates import Gates, gates_of
+from midstream.workers.runner.watches import ProbeError, Watch
+
+PROMPT = 4
+
+
+def probe(threshold: float = 5.0, action: Action = "steer", *, name: str = "p", aggregation: str = "last") -> StoredProbe:
+    content = ProbeContent(
+        hook="post_block", layer=0, tensors=["w", "b"], labels=["x"], thresholds=[threshold], aggregation=aggregation, decay=0.5
+    )
+    return StoredProbe(name=name, digest=content.digest, content=content, action=action)
+
+
+def put(watch: Watch, first: int, *scores: float) -> None:
+    watch.put(first, np.array([0]), np.array(scores, dtype=np.float32)[:, None])
+
+
+def gates_after(*scores: float, one: StoredProbe | None = None) -> tuple[Gates, StoredProbe, Watch]:
+    """Of a request with a prompt of `PROMPT` tokens, whose generated tokens come one by one."""
+    one = one or probe()
+    watch = Watch("r", [one])
+    gates = Gates(watch, [one.digest], PROMPT)
+    gates.decide(PROMPT)
+    put(watch, 0, *scores[:PROMPT])
+    for position in range(PROMPT, len(scores)):
+        gates.decide(position + 1)
+        put(watch, position, scores[position])
+    return gates, one, watch
+
+
+def test_the_score_of_a_token_decides_about_the_next_one() -> None:
+    """At the threshold is above it; prompt tokens are never edited, and the last one decides about the first generated token."""
+    gates, one, _ = gates_after(9, 9, 9, 5, 4, 6, 7, 1, 1)
+    assert gates.among(one.digest, range(12)) == [4, 6, 7]
+    assert gates.among(one.digest, [2, 6, 8]) == [6]
+
+
+@pytest.mark.parametrize(("aggregation", "wanted"), [("max", [5, 6, 7]), ("mean", [6]), ("exponential", [5, 6])])
+def test_aggregates_decide_and_not_single_scores(aggregation: str, wanted: list[int]) -> None:
+    gates, one, _ = gates_after(0, 0, 4, 4, 9, 14, -4, 0, one=probe(aggregation=aggregation))
+    assert gates.among(one.digest, range(20)) == wanted
+
+
+def test_what_was_decided_stays_when_scores_are_computed_again() -> None:
+    """As of a preempted request; tokens that were never computed are decided from the new scores."""
+    gates, one, watch = gates_after(0, 0, 0, 9, 0, 9)
+    assert gates.among(one.digest, range(9)) == [4]
+    put(watch, 0, 9, 9, 9, 0, 9, 9)
+    gates.decide(7)
+    assert gates.among(one.digest, range(9)) == [4, 6]
+
+
+@pytest.mark.parametrize(("score", "words"), [(np.nan, "not finite at position 3"), (None, "not scored at position 3")])
+def test_a_gate_without_a_score_fails_the_request(score: float | None, words: str) -> None:
+    one = probe(aggregation="max")
+    watch = Watch("r", [one])
+    put(watch, 0, *([0.0, 0.0, 0.0] + ([score] if score is not None else [])))
+    gates = Gates(watch, [one.digest], PROMPT)
+    with pytest.raises(ProbeError, match=words):
+        gates.decide(PROMPT + 1)
+    assert gates.among(one.digest, range(9)) == []
+
+
+def test_a_probe_that_is_not_scored_here_gates_nothing() -> None:
+    entry = StoredSteering(layers=[0], hook="post_block", positions="all_generated", family="add", tensors=["v"], gate="digest")
+    spec = RankSpec(version="", job="j", request=0, attempt=1, prompt_tokens=PROMPT, steering=[entry])
+    for watch in (None, Watch("r", [probe()])):
+        with pytest.raises(LookupError, match="does not score"):
+            gates_of(spec, watch)
+    assert gates_of(msgspec.structs.replace(spec, steering=[]), None) is None
+
+
+def test_the_result_names_runs_of_open_positions_up_to_a_bound() -> None:
+    gates, _, watch = gates_after(0, 0, 0, 9, 9, 0, 9, 0, 9)
+    score = watch.results(8)[0][0]
+    assert (gates.told(score, 8).gate, gates.told(score, 8).gated) == ([(4, 5), (7, 7)], 3)
+    assert gates.told(score, 7).gated == 2
+    assert gates.told(msgspec.structs.replace(score, action="flag"), 8).gate is None
+    gates, _, watch = gates_after(*[0, 0, 0], *[9, 0] * (MAX_GATE_RUNS + 5))
+    told = gates.told(watch.results(MAX_GATE_RUNS)[0][0], 10**6)
+    assert (len(told.gate or []), told.gated) == (MAX_GATE_RUNS, MAX_GATE_RUNS + 5)
+
+
+def test_decisions_that_differ_give_other_checksums() -> None:
+    """Also where the scores are equal by then; decisions beyond the end do not count."""
+    checksums = []
+    for last in (9, 0):
+        gates, _, watch = gates_after(0, 0, 0, last, 0, 0, 0)
+        put(watch, 0, 0, 0, 0, 0, 0, 0, 0)
+        checksums.append((gates.checksum(PROMPT, 7), gates.checksum(6, 7)))
+    (first_prompt, first), (second_prompt, second) = checksums
+    assert first_prompt == second_prompt
+    assert first != second
+
+
+# --- In a request -----------------------------------------------------------------------------------------------------
+
+
+def entry(gate: str = "", vector: str = "v") -> StoredSteering:
+    return StoredSteering(layers=[0], hook="post_block", positions="all_generated", family="add", tensors=[vector], gate=gate)
+
+
+def test_gated_entries_share_no_row_with_others_and_no_cached_block_with_any() -> None:
+    rows = steering_rows([entry(), entry(vector="w"), entry("p"), entry("q")])
+    assert [(row.gate, len(row.entries)) for row in rows] == [("", 2), ("p", 1), ("q", 1)]
+    assert rows[1].key == rows[2].key, "equal content is stored once"
+    assert len({steering_digest([entry(gate)]) for gate in ("", "p", "q")}) == 3
+
+    def digest(job: str, steering: StoredSteering) -> str:
+        asked = EngineRequest(job=job, request=0, attempt=1, token_ids=[1] * PROMPT, sampling=Sampling(), steering=[steering])
+        spec = rank_spec(asked, GlobalSteering())
+        assert spec is not None
+        return spec.digest
+
+    assert digest("a", entry()) == digest("b", entry())
+    assert digest("a", entry("p")) != digest("b", entry("p"))
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [
+        ("all", "all_generated"),
+        ("all_generated", "all_generated"),
+        ("all_prompt", None),
+        ("last_prompt", None),
+        ([1, 2], None),
+        (Window(start=2), Window(start=4)),
+        (Window(start=6, stop=9), Window(start=6, stop=9)),
+        (Window(start=0, stop=4), None),
+    ],
+)
+def test_only_generated_tokens_are_gated(own: PositionSelector, wanted: PositionSelector | None) -> None:
+    assert generated(own, PROMPT) == wanted
+
+
+def model(**changes: Any) -> ModelInfo:
+    facts: dict[str, Any] = {
+        "name": "m", "version": __version__, "architecture": "LlamaForCausalLM", "num_layers": 4, "hidden_size": 8, "vocab_size": 9,
+        "max_model_len": 64, "dtype": "float16", "hooks": list(HOOKS), "tokenizer": "",
+    }  # fmt: skip
+    return ModelInfo(**(facts | changes))
+
+
+def resolved(*specs: SteeringSpec, lengths: tuple[int, ...] = (4, 6), scale: float | None = None, module: str = "joy") -> Any:
+    content = resolve_module(specs, model())
+    joy = Module(
+        name="joy", model="m", digest=content_digest(content.entries), entries=content.entries, bytes=0, created=0.0, hidden_size=8,
+        reach=content.reach,
+    )  # fmt: skip
+    bounds, state = Bounds(model(), [PromptFacts(length) for length in lengths], 4), ModelState({"joy": joy}, GlobalSteering(), ["joy"])
+    own = SteeringSpec(layers=0, vector=from_numpy(np.ones(8, np.float32)))
+    return resolve_edits([], [own], bounds, state, [Gated("probes[0]", SteeringSpec(module=module, scale=scale), "digest")])
+
+
+def adds(**fields: Any) -> SteeringSpec:
+    return SteeringSpec(**({"layers": [1, 2], "vector": from_numpy(np.ones(8, np.float32))} | fields))
+
+
+def test_a_module_becomes_gated_entries_behind_the_requests_own() -> None:
+    per_prompt, blobs = resolved(adds(scale=3.0), adds(positions=Span(start=5)), scale=2.0)
+    for entries, length in zip(per_prompt, (4, 6), strict=True):
+        assert [(each.gate, each.scale, each.positions) for each in entries] == [
+            ("", 1.0, "all"), ("digest", 6.0, "all_generated"), ("digest", 2.0, Window(start=max(5, length))),
+        ]  # fmt: skip
+    assert len(blobs) == 1, "tensors of modules are stored already"
+
+
+@pytest.mark.parametrize(
+    ("call", "field", "words"),
+    [
+        (lambda: resolved(adds(), adds(positions="last_prompt")), "probes[0].module", "entry 1 of 'joy' edits no generated token"),
+        (lambda: resolved(adds(positions=Span(start=0, stop=5))), "probes[0].module", "after prompt 1"),
+        (lambda: resolved(adds(), module="grief"), "probes[0].module", "unknown module 'grief'"),
+        (lambda: resolved(adds(), scale=1e30), "probes[0].scale", "out of range"),
+        (lambda: resolved(*[adds(positions=Span(start=n)) for n in (4, 5, 6, 7)]), "steering", "needs 5 rows"),
+    ],
+)
+def test_a_module_that_cannot_be_gated_is_refused(call: Any, field: str, words: str) -> None:
+    with pytest.raises(MidstreamError) as refused:
+        call()
+    assert refused.value.field == field, refused.value
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("use", "changes", "field", "words"),
+    [
+        ({"action": "flag", "module": "joy"}, {}, "probes[0].module", "is not valid for action 'flag'"),
+        ({"action": "none", "scale": 2.0}, {}, "probes[0].scale", "is not valid for action 'none'"),
+        ({"action": "steer"}, {}, "probes[0].module", "is required"),
+        ({"action": "steer", "module": "joy"}, {"pp": 2}, "probes[0].action", "pipeline parallelism"),
+        ({"action": "steer", "module": "joy"}, {"speculative_tokens": 2}, "probes[0].action", "speculative decoding"),
+    ],
+)
+def test_a_use_that_cannot_be_served_is_refused(use: dict[str, Any], changes: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(MidstreamError) as refused:
+        check_use(ProbeUse(probe="p", **use), "probes[0]", model(**changes))
+    assert refused.value.field == field, refused.value
+    assert words in str(refused.value)
+    assert refused.value.allowed
