@@ -11,7 +11,7 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.probes import Action, ProbeContent, StoredProbe
 from midstream.workers.runner.aggregates import aggregate
 from midstream.workers.runner.probe_news import SCORES, News, ProbeNews, Scored
-from midstream.workers.runner.watches import ProbeError, Watch
+from midstream.workers.runner.watches import ProbeError, Watch, news_of_all
 
 
 def probe(threshold: float | None, action: Action = "stop", *, name: str = "p", aggregation: str = "last") -> StoredProbe:
@@ -76,6 +76,31 @@ def test_aggregates_by_single_positions_equal_those_at_once() -> None:
     at_once.put(0, np.arange(4), values)
     for first, second in zip(one_by_one.results(40)[0], at_once.results(40)[0], strict=True):
         np.testing.assert_allclose(first.score, second.score, atol=1e-12)
+
+
+def test_news_of_many_requests_together_equal_those_of_each_alone() -> None:
+    """Of two kinds, at different positions, one of which computes several at a time, as a prompt does."""
+    kinds = ("last", "max", "mean", "exponential")
+    probes = [[probe(limit, name=kind, aggregation=kind) for kind in kinds] for limit in (0.6, 1.0)]
+    rng, together, alone = np.random.default_rng(5), [], []
+    for into in (together, alone):
+        into += [Watch(str(number), probes[number % 2]) for number in range(9)]
+    crossed = 0
+    for step in range(30):
+        for number in range(9):
+            count = 5 if (step + number) % 11 == 0 else 1
+            values = rng.normal(scale=0.4, size=(count, 4)).astype(np.float32)
+            for mine in (together, alone):
+                mine[number].put(mine[number].reached, slice(0, 4), values)
+        wanted = [news for watch in alone if (news := watch.news(watch.reached)) is not None]
+        assert sorted(news_of_all(together)) == sorted(wanted)
+        crossed += len(wanted)
+    assert crossed > 20
+    for first, second in zip(together, alone, strict=True):
+        assert first.results(30)[1] == second.results(30)[1]
+        np.testing.assert_allclose(
+            [each.score for each in first.results(30)[0]], [each.score for each in second.results(30)[0]], atol=1e-12
+        )
 
 
 @pytest.mark.parametrize(("scores", "words"), [((1.0, np.nan), "not finite at position 1"), ((1.0,), "not scored at position 1")])

@@ -28,7 +28,8 @@ from .mover import Mover
 from .sites import Site
 
 if TYPE_CHECKING:
-    from .watches import Plan, Watch
+    from .probes import Stack
+    from .watches import Watch
 
 
 class Ports:
@@ -137,7 +138,7 @@ class Recording:
     dropped: set[int] = field(default_factory=set)  # positions not recorded, under overload
     stream: Leaving | None = None  # where rows go that leave before the request ends
     watch: "Watch | None" = None  # of rows that probes score, and the next
-    plan: "Plan | None" = None
+    stack: "Stack | None" = None
     prepared: Any = None  # see `FinishedCapture`
     columns: Columns | None = None  # of the rows; None: those of the residual bank
     bank: str = RESIDUAL

@@ -17,10 +17,25 @@ from ...schemas.specs import RankSpec
 from .capture import Extent, Recording
 from .probe_news import News
 from .steering_tables import VectorStore
-from .watches import Plan, Watch
+from .watches import Watch, news_of_all
 
 #: Stacked weights that are kept, least recently used first: traffic uses few sets of probes at a time.
 _STACKS = 64
+
+
+@dataclass(eq=False)
+class Stack:
+    """What is computed of the rows of all recordings that have the same probes at the same ports."""
+
+    ports: np.ndarray
+    weight: torch.Tensor  # `[ports, hidden_size, width]`
+    bias: torch.Tensor  # `[ports, 1, width]`
+    flat: np.ndarray  # which of `ports × width` results are scores, in the order of the watch's columns
+    columns: slice | np.ndarray  # of the watch, ascending
+
+
+#: Ports, the digests of each port's probes, and columns.
+_StackKey = tuple[tuple[int, ...], tuple[tuple[str, ...], ...], tuple[int, ...]]
 
 
 @dataclass(eq=False)
@@ -43,8 +58,7 @@ class Scorer:
         """
         self._vectors, self._hidden_size, self._waits, self._faulty = vectors, hidden_size, waits, faulty
         self._streams = streams
-        self._stacks: OrderedDict[tuple[tuple[str, ...], ...], tuple[torch.Tensor, torch.Tensor, np.ndarray]] = OrderedDict()
-        self._contents: dict[str, StoredProbe] = {}  # digest → a probe with this content, of those stacked
+        self._stacks: OrderedDict[_StackKey, Stack] = OrderedDict()
         self._pending: deque[_Batch] = deque()
         self._last: _Batch | None = None  # of the step that ran last
         self._lock = threading.Lock()  # an asynchronous output's thread asks for the news
@@ -66,11 +80,9 @@ class Scorer:
             for number, probe in enumerate(probes):
                 if probe.content.at == recording.capture.at:
                     ports.setdefault(recording.ports[probe.content.hook, probe.content.layer], []).append(number)
-            columns = [column for numbers in ports.values() for number in numbers for column in watch.columns[number]]
-            digests = tuple(tuple(probes[number].digest for number in numbers) for numbers in ports.values())
-            recording.watch, recording.plan = watch, Plan(tuple(ports), digests, tuple(columns))
-            self._contents |= {probe.digest: probe for probe in probes}
-            self._stacked(digests)
+            columns = tuple(column for numbers in ports.values() for number in numbers for column in watch.columns[number])
+            parts = [[probes[number] for number in numbers] for numbers in ports.values()]
+            recording.watch, recording.stack = watch, self._stacked(tuple(ports), parts, columns)
         return watch
 
     def take(self, recorded: Sequence[tuple[Recording, Extent]], recordings: Iterable[Recording]) -> None:
@@ -112,36 +124,38 @@ class Scorer:
         try:
             self._compute(batch.items)
             watches = {id(recording.watch): recording.watch for recording, _ in batch.items if recording.watch is not None}
-            batch.news += [news for watch in watches.values() if (news := watch.news(watch.reached)) is not None]
+            batch.news += news_of_all(watches.values())
         except Exception as error:
             self._error = error
 
     def _compute(self, items: Sequence[tuple[Recording, Extent]]) -> None:
-        groups: dict[tuple[int, Plan], list[tuple[Recording, Extent]]] = {}  # those with rows in one slab and of one plan
+        groups: dict[tuple[int, int], tuple[Stack, list[Watch], list[Extent]]] = {}  # those with rows in one slab, of the same probes
         for recording, extent in items:
-            if recording.plan is not None:
-                groups.setdefault((id(extent.step), recording.plan), []).append((recording, extent))
+            if (stack := recording.stack) is not None and (watch := recording.watch) is not None:
+                _, watches, extents = groups.setdefault((id(extent.step), id(stack)), (stack, [], []))
+                watches.append(watch)
+                extents.append(extent)
         wrong = np.float32(self._faulty())
-        for (_, plan), mine in groups.items():
-            step = mine[0][1].step
+        for stack, watches, extents in groups.values():
+            step = extents[0].step
             step.landing.wait()
-            weight, bias, flat = self._stacked(plan.probes)
-            ports = np.array(plan.ports)
-            slots = _slots(ports, [extent for _, extent in mine])
-            rows = step.slab[torch.from_numpy(slots.reshape(-1))].view(len(ports), -1, self._hidden_size).float()
-            scores = torch.baddbmm(bias, rows, weight).transpose(0, 1).reshape(slots.shape[1], -1).numpy()[:, flat] + wrong
-            columns, at = np.array(plan.columns), 0
-            for recording, extent in mine:
-                if recording.watch is not None:
-                    recording.watch.put(extent.first_position, columns, scores[at : at + extent.count])
+            slots = _slots(stack.ports, extents)
+            rows = _rows(step.slab, slots.reshape(-1)).view(len(slots), -1, self._hidden_size).float()
+            scores = torch.baddbmm(stack.bias, rows, stack.weight).transpose(0, 1).reshape(slots.shape[1], -1).numpy()[:, stack.flat]
+            if wrong:
+                scores = scores + wrong
+            at = 0
+            for watch, extent in zip(watches, extents, strict=True):
+                watch.put(extent.first_position, stack.columns, scores[at : at + extent.count])
                 at += extent.count
 
-    def _stacked(self, digests: tuple[tuple[str, ...], ...]) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """Weights `[ports, hidden_size, width]`, biases `[ports, 1, width]`, and which of `ports × width` columns are labels."""
-        if (found := self._stacks.get(digests)) is not None:
-            self._stacks.move_to_end(digests)
+    def _stacked(self, ports: tuple[int, ...], probes: Sequence[Sequence[StoredProbe]], columns: tuple[int, ...]) -> Stack:
+        """`probes`: of each port; `columns`: of the watch, where their scores go, port after port, probe after probe, label after label."""
+        key = ports, tuple(tuple(probe.digest for probe in of_port) for of_port in probes), columns
+        if (found := self._stacks.get(key)) is not None:
+            self._stacks.move_to_end(key)
             return found
-        parts = [[self._weights(self._contents[digest]) for digest in of_port] for of_port in digests]
+        parts = [[self._weights(probe) for probe in of_port] for of_port in probes]
         widths = [sum(len(bias) for _, bias in part) for part in parts]
         weight = torch.zeros(len(parts), max(widths), self._hidden_size)
         bias = torch.zeros(len(parts), 1, max(widths))
@@ -149,12 +163,13 @@ class Scorer:
             weight[number, : widths[number]] = torch.cat([each for each, _ in part])
             bias[number, 0, : widths[number]] = torch.cat([each for _, each in part])
         flat = np.concatenate([number * max(widths) + np.arange(width) for number, width in enumerate(widths)])
-        made = weight.transpose(1, 2).contiguous(), bias, flat
-        self._stacks[digests] = made
+        order = np.argsort(columns)
+        of_watch = np.array(columns)[order]
+        first, count = int(of_watch[0]), len(of_watch)
+        together = slice(first, first + count) if int(of_watch[-1]) == first + count - 1 else of_watch  # a slice is much quicker
+        made = self._stacks[key] = Stack(np.array(ports), weight.transpose(1, 2).contiguous(), bias, flat[order], together)
         while len(self._stacks) > _STACKS:
             self._stacks.popitem(last=False)
-            used = {digest for key in self._stacks for of_port in key for digest in of_port}
-            self._contents = {digest: probe for digest, probe in self._contents.items() if digest in used}
         return made
 
     def _weights(self, probe: StoredProbe) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,9 +181,17 @@ class Scorer:
 def _slots(ports: np.ndarray, extents: Sequence[Extent]) -> np.ndarray:
     """`[ports, rows]`: where the extents' rows lie in their slab."""
     step = extents[0].step
-    slots = np.stack([extent.slots for extent in extents])[:, step.pattern[ports]]  # [extents, ports]
+    slots = np.array([extent.slots for extent in extents])[:, step.pattern[ports]]  # [extents, ports]
     first: np.ndarray = step.base[ports][:, None] + slots.T
-    counts = np.array([extent.count for extent in extents])
-    if (counts == 1).all():
+    counts = [extent.count for extent in extents]
+    if max(counts) == 1:
         return first
     return np.concatenate([first[:, [number]] + np.arange(count) for number, count in enumerate(counts)], axis=1)
+
+
+def _rows(slab: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
+    """`[slots, hidden_size]`, without a copy where they lie one behind the other."""
+    first, count = int(slots[0]), len(slots)
+    if int(slots[-1]) - first == count - 1 and bool((np.diff(slots) == 1).all()):
+        return slab[first : first + count]
+    return slab[torch.from_numpy(slots)]

@@ -1,8 +1,7 @@
-"""Watches: the scores of one request on a rank, and what is computed of its recordings' rows."""
+"""Watches: the scores of one request on a rank."""
 
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -16,15 +15,6 @@ _ROOM = 256
 
 class ProbeError(RuntimeError):
     """A token could not be scored."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is computed of one recording's rows: equal plans are computed together."""
-
-    ports: tuple[int, ...]
-    probes: tuple[tuple[str, ...], ...]  # of each port: digests
-    columns: tuple[int, ...]  # of the watch: where the scores go, port after port, probe after probe, label after label
 
 
 class Watch:
@@ -44,6 +34,8 @@ class Watch:
         self._thresholds = np.array(thresholds)
         self._stop_thresholds = np.where(stops, self._thresholds, np.inf)  # of the columns that end a request
         self._acts = any(stops)
+        #: Watches of one kind have the same thresholds and aggregates, and end requests for the same reasons.
+        self.kind = " ".join(f"{probe.digest}:{probe.action == 'stop'}" for probe in probes)
         self._names = [probe.name for probe in probes for _ in probe.content.labels]
         kinds = [
             (each.aggregation, each.decay if each.aggregation == "exponential" else 0.0) for each in (probe.content for probe in probes)
@@ -54,7 +46,7 @@ class Watch:
         self._steps = np.array([1.0 - decay for _, decay in of_column])  # of one position; of means and maxima see `_advance`
         self._lowest = 0  # of the positions scored since the last news
 
-    def put(self, first: int, columns: np.ndarray, scores: np.ndarray) -> None:
+    def put(self, first: int, columns: np.ndarray | slice, scores: np.ndarray) -> None:
         """`scores`: `[positions, len(columns)]`, from position `first` on. What is computed again replaces what was there."""
         stop = first + len(scores)
         if stop > len(self.scores):
@@ -80,16 +72,38 @@ class Watch:
 
     def _advance(self, position: int) -> None:
         """As `_aggregate`, by one position: what most steps need of most requests."""
-        before, scores = self.aggregates[position - 1], self.scores[position]
-        steps = self._steps
-        if ("mean", 0.0) in self._kinds:
-            steps = steps.copy()
-            steps[self._kinds["mean", 0.0]] = 1 / (position + 1)
-        made = before + steps * (scores - before)
-        if (largest := self._kinds.get(("max", 0.0))) is not None:
-            made[largest] = np.maximum(before[largest], scores[largest])
-        self.aggregates[position] = made
+        made = self._advanced(self.aggregates[[position - 1]], self.scores[[position]], np.array([position]))
+        self.aggregates[position] = made[0]
         self._aggregated = position + 1
+
+    def _advanced(self, before: np.ndarray, scores: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """`[watches of this kind, columns]`: aggregates at each one's position, from those at the position before and its scores there."""
+        made: np.ndarray = before + self._steps * (scores - before)
+        if (last := self._kinds.get(("last", 0.0))) is not None:
+            made[:, last] = scores[:, last]
+        if (means := self._kinds.get(("mean", 0.0))) is not None:
+            made[:, means] = before[:, means] + (scores[:, means] - before[:, means]) / (positions[:, None] + 1)
+        if (largest := self._kinds.get(("max", 0.0))) is not None:
+            made[:, largest] = np.maximum(before[:, largest], scores[:, largest])
+        return made
+
+    @property
+    def follows(self) -> bool:
+        """Whether it needs what `news_of_all` computes for many at a time: the aggregates of one position, to compare with thresholds."""
+        return self._acts and self._streams_from < 0 and 0 < self._aggregated == self._lowest == self.reached - 1
+
+    def follow(self, others: Sequence["Watch"]) -> list[News]:
+        """News of these watches, of this one's kind, that all follow."""
+        positions = [watch.reached - 1 for watch in others]
+        before = np.array([watch.aggregates[position - 1] for watch, position in zip(others, positions, strict=True)])
+        scores = np.array([watch.scores[position] for watch, position in zip(others, positions, strict=True)])
+        made = self._advanced(before, scores, np.array(positions))
+        for watch, position, aggregates in zip(others, positions, made, strict=True):
+            watch.aggregates[position] = aggregates
+            watch._aggregated = watch._lowest = position + 1
+        above = made >= self._stop_thresholds
+        crossed = np.flatnonzero(above.any(axis=1)).tolist() if above.any() else []
+        return [News(others[each].request_id, positions[each], self._names[int(above[each].argmax())], []) for each in crossed]
 
     def news(self, stop: int) -> News | None:
         """What follows from the scores since the last news, of positions below `stop`; None: nothing that anybody waits for."""
@@ -149,3 +163,17 @@ class Watch:
             model=probe.model,
             stopped=probe.name == stopped_by,
         )
+
+
+def news_of_all(watches: Iterable[Watch]) -> list[News]:
+    """What follows from what was put into these: of those that score one more token, as most do in most steps, together."""
+    found: list[News] = []
+    kinds: dict[str, list[Watch]] = {}
+    for watch in watches:
+        if watch.follows:
+            kinds.setdefault(watch.kind, []).append(watch)
+        elif (news := watch.news(watch.reached)) is not None:
+            found.append(news)
+    for mine in kinds.values():
+        found += mine[0].follow(mine)
+    return found
