@@ -28,7 +28,7 @@ from .mover import Mover
 from .sites import Site
 
 if TYPE_CHECKING:
-    from .probes import Stack
+    from .probe_stacks import Stack
     from .watches import Watch
 
 

@@ -6,19 +6,14 @@ computed again gets the same edits, whatever its scores are rounded to now. Prom
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from ...schemas.limits import MAX_GATE_RUNS
 from ...schemas.probes import ProbeScore
 from ...schemas.specs import RankSpec
-from .step import RequestRows
-from .watches import ProbeError, Watch
-
-if TYPE_CHECKING:
-    from .planner import Tracked
+from .watches import Watch
 
 
 class Gates:
@@ -70,13 +65,3 @@ def gates_of(spec: RankSpec, watch: Watch | None) -> Gates | None:
     """None if no probe decides about the request's steering. Raises LookupError if one does that this rank does not score."""
     probes = [entry.gate for entry in spec.steering if entry.gate]
     return Gates(watch, probes, spec.prompt_tokens) if probes else None
-
-
-def decide(mine: Iterable[tuple["Tracked", RequestRows]], fail: Callable[["Tracked", str], None]) -> None:
-    """Decide about these requests' rows, before their steering is planned. `fail`: called for one that cannot be."""
-    for tracked, rows in mine:
-        if tracked.gates is not None and not tracked.reported:
-            try:
-                tracked.gates.decide(rows.first_position + rows.num_rows)
-            except ProbeError as error:
-                fail(tracked, str(error))

@@ -36,7 +36,7 @@ from .config import Place, PlaneConfig
 from .executed import Miscount
 from .faults import Faults
 from .finite_check import NonFinite, precedes_edits, reason
-from .gates import decide, gates_of
+from .gates import gates_of
 from .grading import Grading
 from .host_memory import HostMemoryError
 from .installed_ops import check_here
@@ -359,7 +359,9 @@ class DataPlane:
             for request_id in lost:
                 self._fail(self._tracked[request_id], _IDLE, "intervention_failed")
             mine = [(tracked, rows) for tracked, rows in mine if rows.id not in lost]
-        decide(mine, lambda tracked, why: self._fail(tracked, f"{why} (rank {self._place.rank})", "probe_failed"))
+        for tracked, rows in mine:
+            if tracked.gates is not None and (why := tracked.decide(rows.first_position + rows.num_rows)):
+                self._fail(tracked, f"{why} (rank {self._place.rank})", "probe_failed")
         with self._guard([tracked for tracked, _ in mine if tracked.rows], "intervention_failed"):
             self._banks.plan_steering(mine)
         with self._guard([tracked for tracked, _ in mine if tracked.recordings], "capture_failed"):

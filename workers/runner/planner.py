@@ -28,7 +28,7 @@ from .sites import Buffers, Site
 from .slabs import SlabPool
 from .steering_tables import RowTable
 from .step import RequestRows
-from .watches import Watch
+from .watches import ProbeError, Watch
 
 
 @dataclass
@@ -61,6 +61,15 @@ class Tracked:
         """From now on these rows edit its tokens, in this order."""
         self.rows, self.columns = rows, columns_of([spec for _, spec in rows])
         self.gated = any(spec.gate for _, spec in rows)
+
+    def decide(self, stop: int) -> str:
+        """Have the gates of its positions below `stop` decided; why that cannot be, or nothing."""
+        try:
+            if self.gates is not None and not self.reported:
+                self.gates.decide(stop)
+        except ProbeError as error:
+            return str(error)
+        return ""
 
     def open_of(self, row: SteeringRow, positions: list[int] | range) -> list[int] | range:
         """Those of the positions that a row names at which it edits, where a probe may decide about that."""

@@ -5,37 +5,19 @@ rank of a stage computes the same; the scores' checksum goes into the ledger of 
 """
 
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from ...schemas.probes import StoredProbe
 from ...schemas.specs import RankSpec
 from .capture import Extent, Recording
 from .probe_news import News
+from .probe_stacks import Stack, Stacks
 from .steering_tables import VectorStore
 from .watches import Watch, news_of_all
-
-#: Stacked weights that are kept, least recently used first: traffic uses few sets of probes at a time.
-_STACKS = 64
-
-
-@dataclass(eq=False)
-class Stack:
-    """What is computed of the rows of all recordings that have the same probes at the same ports."""
-
-    ports: np.ndarray
-    weight: torch.Tensor  # `[ports, hidden_size, width]`
-    bias: torch.Tensor  # `[ports, 1, width]`
-    flat: np.ndarray  # which of `ports × width` results are scores, in the order of the watch's columns
-    columns: slice | np.ndarray  # of the watch, ascending
-
-
-#: Ports, the digests of each port's probes, and columns.
-_StackKey = tuple[tuple[int, ...], tuple[tuple[str, ...], ...], tuple[int, ...]]
 
 
 @dataclass(eq=False)
@@ -56,9 +38,8 @@ class Scorer:
 
         `streams`: scores may travel with the tokens: all layers are here. `faulty`: tests only, whether a step's scores are to be wrong.
         """
-        self._vectors, self._hidden_size, self._waits, self._faulty = vectors, hidden_size, waits, faulty
-        self._streams = streams
-        self._stacks: OrderedDict[_StackKey, Stack] = OrderedDict()
+        self._hidden_size, self._waits, self._faulty, self._streams = hidden_size, waits, faulty, streams
+        self._stacks = Stacks(vectors, hidden_size)
         self._pending: deque[_Batch] = deque()
         self._last: _Batch | None = None  # of the step that ran last
         self._lock = threading.Lock()  # an asynchronous output's thread asks for the news
@@ -82,7 +63,7 @@ class Scorer:
                     ports.setdefault(recording.ports[probe.content.hook, probe.content.layer], []).append(number)
             columns = tuple(column for numbers in ports.values() for number in numbers for column in watch.columns[number])
             parts = [[probes[number] for number in numbers] for numbers in ports.values()]
-            recording.watch, recording.stack = watch, self._stacked(tuple(ports), parts, columns)
+            recording.watch, recording.stack = watch, self._stacks.get(tuple(ports), parts, columns)
         return watch
 
     def take(self, recorded: Sequence[tuple[Recording, Extent]], recordings: Iterable[Recording]) -> None:
@@ -148,34 +129,6 @@ class Scorer:
             for watch, extent in zip(watches, extents, strict=True):
                 watch.put(extent.first_position, stack.columns, scores[at : at + extent.count])
                 at += extent.count
-
-    def _stacked(self, ports: tuple[int, ...], probes: Sequence[Sequence[StoredProbe]], columns: tuple[int, ...]) -> Stack:
-        """`probes`: of each port; `columns`: of the watch, where their scores go, port after port, probe after probe, label after label."""
-        key = ports, tuple(tuple(probe.digest for probe in of_port) for of_port in probes), columns
-        if (found := self._stacks.get(key)) is not None:
-            self._stacks.move_to_end(key)
-            return found
-        parts = [[self._weights(probe) for probe in of_port] for of_port in probes]
-        widths = [sum(len(bias) for _, bias in part) for part in parts]
-        weight = torch.zeros(len(parts), max(widths), self._hidden_size)
-        bias = torch.zeros(len(parts), 1, max(widths))
-        for number, part in enumerate(parts):
-            weight[number, : widths[number]] = torch.cat([each for each, _ in part])
-            bias[number, 0, : widths[number]] = torch.cat([each for _, each in part])
-        flat = np.concatenate([number * max(widths) + np.arange(width) for number, width in enumerate(widths)])
-        order = np.argsort(columns)
-        of_watch = np.array(columns)[order]
-        first, count = int(of_watch[0]), len(of_watch)
-        together = slice(first, first + count) if int(of_watch[-1]) == first + count - 1 else of_watch  # a slice is much quicker
-        made = self._stacks[key] = Stack(np.array(ports), weight.transpose(1, 2).contiguous(), bias, flat[order], together)
-        while len(self._stacks) > _STACKS:
-            self._stacks.popitem(last=False)
-        return made
-
-    def _weights(self, probe: StoredProbe) -> tuple[torch.Tensor, torch.Tensor]:
-        labels = len(probe.content.labels)
-        weight, bias = probe.content.tensors
-        return self._vectors.get(weight, [labels, self._hidden_size]), self._vectors.get(bias, [labels])
 
 
 def _slots(ports: np.ndarray, extents: Sequence[Extent]) -> np.ndarray:
