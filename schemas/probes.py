@@ -107,7 +107,7 @@ class ProbeUse(Record):
     action: Action = "none"
     tokens: bool = False  # return the score of each token, not only the aggregate
     module: Reference | None = None  # a named steering module; required for `steer`, and valid for it alone
-    scale: float | None = None  # of the module's whole effect; null: 1
+    scale: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = None  # of the module's whole effect; null: 1
 
     def __post_init__(self) -> None:
         if self.scale is not None and not math.isfinite(self.scale):  # JSON writes it as null, and null has a meaning
