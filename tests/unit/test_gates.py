@@ -10,11 +10,12 @@ from midstream import __version__
 from midstream.api.resolve.captures import Bounds, PromptFacts
 from midstream.api.resolve.gates import Gated, check_use, generated
 from midstream.api.resolve.model_state import ModelState
+from midstream.api.resolve.probes import check_action
 from midstream.api.resolve.steering import resolve_edits, resolve_module
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.limits import MAX_GATE_RUNS
 from midstream.schemas.models import ModelInfo
-from midstream.schemas.probes import Action, ProbeContent, ProbeUse, StoredProbe
+from midstream.schemas.probes import Action, Probe, ProbeContent, ProbeUse, StoredProbe
 from midstream.schemas.selectors import HOOKS, PositionSelector, Span, Window
 from midstream.schemas.specs import RankSpec, SteeringSpec, StoredSteering, steering_digest, steering_rows
 from midstream.schemas.steering import GlobalSteering, Module, content_digest
@@ -203,6 +204,17 @@ def test_a_module_that_cannot_be_gated_is_refused(call: Any, field: str, words: 
         call()
     assert refused.value.field == field, refused.value
     assert words in str(refused.value)
+
+
+def test_stop_and_steer_are_refused_with_pipeline_parallelism() -> None:
+    """By field, with what is valid."""
+    one = probe()
+    registered = Probe(name="p", model="m", digest=one.digest, content=one.content, hidden_size=8, bytes=0, created=0.0)
+    check_action(registered, "stop", "probes[0].action", model())
+    with pytest.raises(MidstreamError) as refused:
+        check_action(registered, "stop", "probes[0].action", model(pp=2))
+    assert (refused.value.field, refused.value.allowed, refused.value.kind) == ("probes[0].action", "none, flag", "invalid_request")
+    assert "pipeline parallelism" in str(refused.value)
 
 
 @pytest.mark.parametrize(
