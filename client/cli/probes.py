@@ -17,7 +17,9 @@ from .jobs import AsJson, Model, Url, connect, only_model, out
 from .registries import Registry
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A probe's name.")]
-Acts = Annotated[str, typer.Option(help=f"At a threshold: {', '.join(get_args(Action))}.")]
+#: A request alone may ask for `steer`: it names a module.
+_WATCHES = tuple(action for action in get_args(Action) if action != "steer")
+Acts = Annotated[str, typer.Option(help=f"At a threshold: {', '.join(_WATCHES)}.")]
 
 probe_app = typer.Typer(no_args_is_help=True, help="Train and manage linear probes; requests name one with --probe.")
 
@@ -115,8 +117,8 @@ def probe_watch(
     url: Url = None,
 ) -> None:
     """Let a probe score all traffic of its model, or end that."""
-    if action not in get_args(Action):
-        raise invalid("action", f"unknown action {action!r}", allowed=", ".join(get_args(Action)))
+    if action not in _WATCHES:
+        raise invalid("action", f"{action!r} is not valid for all traffic", allowed=", ".join(_WATCHES))
     with connect(url) as client:
         registry.print(client.unwatch_probe(name, model) if off else client.watch_probe(name, cast(Action, action), model), json_)
 

@@ -81,6 +81,9 @@ def test_completions_carry_the_scores(client: Client, calm: str, stream: bool) -
 
 def test_a_probe_that_watches_scores_every_request_and_shows_in_metrics_only(stack: Stack, client: Client) -> None:
     client.register_probe("watcher", weight=np.ones(HIDDEN), layer=0, thresholds=2, labels=["bad"])
+    with pytest.raises(MidstreamError, match="'steer' is not valid for all traffic") as refused:
+        client.watch_probe("watcher", "steer")
+    assert (refused.value.field, refused.value.allowed) == ("action", "none, flag, stop")
     assert client.watch_probe("watcher").watch == "flag"
     result = client.run(prompts=["hello there"], max_tokens=2, model="fake-model")
     assert (result.probes, result.determinism is not None, client.job(result.id).probed) == ([], True, True)
@@ -182,8 +185,8 @@ def test_the_command_line_registers_lists_and_deletes(stack: Stack, tmp_path: Pa
     assert "x ≥ 1.5" in ran("show", "cli")
     assert "all traffic, flag" in ran("watch", "cli")
     refused = CliRunner().invoke(app, ["probe", "watch", "cli", "--action", "steer", "--url", stack.url])
-    assert refused.exit_code
-    assert "none, flag, stop" in refused.output
+    assert isinstance(refused.exception, MidstreamError)
+    assert (refused.exception.field, refused.exception.allowed) == ("action", "none, flag, stop")
     assert "all traffic" not in ran("watch", "cli", "--off")
     assert "removed" in ran("remove", "cli")
 
