@@ -70,7 +70,7 @@ def test_rows_that_follow_one_another_are_scored_where_they_lie() -> None:
     weights = Weights(vectors, 0, 2, "p")
     (capture,) = probe_captures([weights.probe])
     slab = torch.randn(8, HIDDEN)
-    for order in (range(8), [3, 1, 0, 2, 7, 6, 5, 4]):
+    for order in (range(8), [0, 2, 1, 4, 3, 6, 5, 7]):
         scorer = Scorer(vectors, HIDDEN, waits=True)
         step, made = StepRows(slab, np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), LANDED), []
         for slot in order:
