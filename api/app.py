@@ -20,17 +20,15 @@ from .routes import (
     completions,
     jobs,
     keys,
-    loras,
     pages,
     probes,
-    saes,
+    registered,
     service,
     source_runs,
     status,
     steering,
     sweeps,
     tokens,
-    tuned_lenses,
     webhooks,
 )
 from .web import problems
@@ -43,8 +41,8 @@ from .web.request_context import awaits_log
 VERSION_HEADER = "x-midstream-version"
 
 ROUTES = [
-    *jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *source_runs.ROUTES, *steering.ROUTES, *loras.ROUTES, *saes.ROUTES,
-    *tuned_lenses.ROUTES, *probes.ROUTES, *sweeps.ROUTES, *webhooks.ROUTES, *keys.ROUTES, *status.ROUTES, *service.ROUTES, *pages.ROUTES,
+    *jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *source_runs.ROUTES, *steering.ROUTES, *registered.ROUTES,
+    *probes.ROUTES, *sweeps.ROUTES, *webhooks.ROUTES, *keys.ROUTES, *status.ROUTES, *service.ROUTES, *pages.ROUTES,
     *tokens.ROUTES,
 ]  # fmt: skip
 

@@ -95,7 +95,10 @@ def main() -> None:
         direct = PatchStudy.pairs(every, client=client)
         path = {"receivers": "logits", "frozen": ["attn"]}
         report("logits", direct.sweep(hooks=["z"], axis="head", layers=layers, path=path, noise=1), options.out)
-        for name, hook in (("queries", "q"), ("values", "v")):  # what the strongest head's layer is told at q, and that teller's at v
+        for name, hook in (
+            ("queries", "q"),
+            ("values", "v"),
+        ):  # what the strongest head's layer is told at q, and at v of the head that adds to them
             layer = max(direct.top(8), key=lambda cell: cell.effect).layer
             direct = PatchStudy.pairs(few.request.pairs, client=client)
             path = {"receivers": [{"layer": layer, "hook": hook}], "frozen": ["attn"]}

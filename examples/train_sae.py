@@ -28,7 +28,7 @@ from midstream import CaptureReader, Client
 DATA = Path(__file__).with_name("data") / "sentiment.json"
 SINK = 1
 BATCH, RATE, BETAS = 512, 1e-3, (0.9, 0.999)
-#: Steps after which features that were not active meanwhile begin anew; none of them in the last third.
+#: Steps after which features that were not active are re-initialised; none of them in the last third.
 REVIVED_EVERY = 200
 #: Steps at the end over which the threshold is found.
 LAST = 200

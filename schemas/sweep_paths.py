@@ -1,4 +1,4 @@
-"""Path patching: what one place of a model tells another, with the branches between them held as they are without a patch.
+"""Path patching: what one place of a model passes to another, with the branches between them held as they are without a patch.
 
 Wang et al. 2022 (arXiv:2211.00593). Two passes: in the first, the sender has the rows of the other prompt, the frozen branches above
 it those of the patched prompt itself, and what the receivers compute is kept; in the second, the receivers have that. The values of a

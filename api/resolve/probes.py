@@ -36,7 +36,7 @@ def resolve_probe(asked: ProbeRequest, name: str, model: ModelInfo) -> tuple[Pro
         raise invalid("hook", str(error)) from error
     if hook not in HOOKS:
         served = ", ".join(name for name in model.hooks if name in HOOKS)
-        raise invalid("hook", f"{hook} is not of the residual stream: its rows have another width", allowed=served)
+        raise invalid("hook", f"{hook} does not belong to the residual stream: its rows have another width", allowed=served)
     try:
         (layer,) = resolve_layers(asked.layer, model.num_layers)
     except SelectorError as error:
@@ -139,11 +139,11 @@ def misfit(probe: Probe, model: ModelInfo) -> str | None:
     """Why the probe cannot score rows of this model, which may have been restarted since; None: it can."""
     content = probe.content
     if probe.hidden_size != model.hidden_size:
-        return f"is of width {probe.hidden_size}, and the model's is {model.hidden_size}"
+        return f"reads rows of width {probe.hidden_size}; the model has rows of width {model.hidden_size}"
     if content.layer >= model.num_layers:
-        return f"is of layer {content.layer}, and the model has layers 0 to {model.num_layers - 1}"
+        return f"reads layer {content.layer}; the model has layers 0 to {model.num_layers - 1}"
     if content.hook not in model.hooks:
-        return f"is of hook {content.hook}, and the model has {', '.join(model.hooks)}"
+        return f"reads hook {content.hook}; the model has {', '.join(model.hooks)}"
     return None
 
 

@@ -23,11 +23,11 @@ from ...schemas.receipts import Receipt
 def readings(ticket: Sequence[Receipt]) -> dict[str, list[Any]]:
     """Field of a result → its readings, by prompt, of those whose parts have all arrived."""
     of_one: dict[tuple[int, int, type], list[Any]] = defaultdict(list)
-    for told in ticket:
-        for made in told.consumed:
+    for receipt in ticket:
+        for made in receipt.consumed:
             if made.name == READER and made.ok:
                 part = part_decoder.decode(made.rows)
-                of_one[told.request, part.capture, type(part)].append(part)
+                of_one[receipt.request, part.capture, type(part)].append(part)
     found: dict[str, list[Any]] = {}
     for request, capture, kind in sorted(of_one, key=lambda key: key[:2]):
         field, join = JOINS[kind]
@@ -51,11 +51,8 @@ def join_lens(request: int, parts: Sequence[LensPart]) -> LensReading | None:
     named = (*shape, len(first.named))
     own = _array(first.named_logits, "<f4", named)
     return LensReading(
+        **_same(first, "hook", "layers", "positions", "token_ids"),
         request=request,
-        hook=first.hook,
-        layers=first.layers,
-        positions=first.positions,
-        token_ids=first.token_ids,
         top_tokens=np.take_along_axis(ids, order, axis=-1).tolist(),
         top_logprobs=(np.take_along_axis(logits, order, axis=-1) - total[..., None]).astype(np.float32).tolist(),
         named_tokens=first.named,
@@ -71,13 +68,9 @@ def join_reader(request: int, parts: Sequence[ReaderPart]) -> ReaderReading | No
     first = parts[0]
     ordered = sorted(parts, key=lambda part: min(layers[0] for layers in part.sites.values()))
     return ReaderReading(
+        **_same(first, "name", "package", "version", "digest", "options"),
         request=request,
-        name=first.name,
-        package=first.package,
-        version=first.version,
-        digest=first.digest,
-        options=first.options,
-        parts=[ReaderResult(sites=part.sites, positions=part.positions, token_ids=part.token_ids, arrays=part.arrays) for part in ordered],
+        parts=[ReaderResult(**_same(part, "sites", "positions", "token_ids", "arrays")) for part in ordered],
     )
 
 
@@ -89,18 +82,18 @@ def join_features(request: int, parts: Sequence[FeaturesPart]) -> FeaturesReadin
     activations = np.frombuffer(part.activations, "<f4").reshape(indices.shape)
     rows = [(mine >= 0, mine, values) for mine, values in zip(indices, activations, strict=True)]
     return FeaturesReading(
+        **_same(part, "sae", "digest", "hook", "layer", "positions", "token_ids"),
         request=request,
-        sae=part.sae,
-        digest=part.digest,
-        hook=part.hook,
-        layer=part.layer,
-        positions=part.positions,
-        token_ids=part.token_ids,
         features=[mine[there].tolist() for there, mine, _ in rows],
         activations=[values[there].tolist() for there, _, values in rows],
         active=np.frombuffer(part.active, "<i4").tolist(),
         errors=np.frombuffer(part.errors, "<f4").tolist(),
     )
+
+
+def _same(part: Any, *names: str) -> dict[str, Any]:
+    """What a reading has as its part has it."""
+    return {name: getattr(part, name) for name in names}
 
 
 def _array(raw: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:

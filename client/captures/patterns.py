@@ -1,4 +1,4 @@
-"""Attention patterns of a prompt, of many heads and layers, and scores that tell what a head attends to."""
+"""Attention patterns of a prompt, of many heads and layers, and scores of what a head attends to."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

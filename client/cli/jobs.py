@@ -265,7 +265,8 @@ def print_result(client: Client, result: JobResult) -> None:
     if result.determinism is not None:
         out.print(jobs.receipts("Receipts", [(result.id, captures, result.determinism)]))
         out.print(jobs.determinism_line(result.determinism), soft_wrap=True)
-    if captures.status != "not_requested":
+    read_only = captures.status == "ok" and not captures.files and not captures.consumers and bool(named or result.readers)
+    if captures.status != "not_requested" and not read_only:
         returned = sum(len(report.rows) for report in captures.consumers)
         there = f"{jobs.count(len(captures.files), 'file')}, {jobs.count(captures.rows, 'row')}, {jobs.size(captures.bytes)}"
         if returned:

@@ -185,7 +185,7 @@ def parse_path(sender: str | None, receivers: str | None, frozen: str | None) ->
     """The fields of `SweepPath`; None without one. Raises MidstreamError naming the option."""
     if sender is None and receivers is None:
         if frozen is not None:
-            raise invalid("--frozen", "is of a path: give --sender or --receivers")
+            raise invalid("--frozen", "is valid for path patching only: add --sender or --receivers")
         return None
     held = {} if frozen is None else {"frozen": frozen.split(",")}
     ends: dict[str, Any] = {} if sender is None else {"sender": _end("--sender", sender)}

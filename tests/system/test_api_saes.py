@@ -152,7 +152,7 @@ def test_the_command_line_prints_a_table_for_each_autoencoder(stack: Stack, monk
     assert "features of jumprelu at post_block of layer 1" in drawn.output
     read = json.loads(CliRunner().invoke(app, [*asked, "--json"]).output)
     assert [(each["sae"], len(each["features"][0])) for each in read] == [("gated", 3), ("jumprelu", 1)]
-    assert "valid: a number" in CliRunner().invoke(app, ["features", "hello", "--sae", "gated:x"]).output
+    assert "allowed: NAME[:TOP_K]" in str(CliRunner().invoke(app, ["features", "hello", "--sae", "gated:x"]).exception)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from .sites import Site, Sizes, Visit, buffers_of, held_layers, visit_of
 #: Where a hook's rows are: an argument of the module's forward, by its place, or columns of what it returns.
 Side = int | Literal["output"]
 _ATTENTION = re.compile(r"attn|attention")
-#: Names of projections, where their classes do not tell them apart.
+#: Names of projections, where their classes do not distinguish them.
 _OUTPUT = re.compile(r"^(o_proj|out_proj|c_proj|dense|wo|o)$")
 _DOWN = re.compile(r"^(down_proj|fc2|c_proj|dense_4h_to_h|w2|fc_out)$")
 
