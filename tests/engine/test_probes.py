@@ -206,3 +206,20 @@ def test_preempted_requests_are_edited_where_their_gate_was_open(cached: Host, r
         clear = np.abs(decides - gate.threshold) > EDGE
         np.testing.assert_array_equal(np.isin(np.arange(110, 289), is_open)[clear], (decides >= gate.threshold)[clear])
         assert 0 < len(is_open) < 179
+
+
+def test_a_rank_whose_gate_differs_is_found(tp2: Host) -> None:
+    """Each rank decides from its own scores: one whose scores are wrong edits what the other does not, and their accounts differ."""
+    prompt, weights, vector = prompt_of(20, seed=12), Weights(9, k=1), np.ones(64)
+    free = tp2.job(prompt, max_tokens=2, probes=[weights.probe(tp2, 0)])
+    tp2.run(free)
+    threshold = float(tokens_of(scores_of(tp2, free)["p"])[19, 0]) + 0.5  # the fault adds 1
+    gate = Gate(weights, 0, 0, threshold, vector)
+    job = tp2.job(prompt, max_tokens=2, steering=gate.steering(tp2), probes=[gate.probe(tp2)])
+    tp2.call("midstream_fault", "alter_score:rank=1")
+    tp2.run_any(job)
+    first, second = tp2.receipts(job)
+    tp2.call("midstream_fault", "")
+    tp2.call("restart_ledgers")
+    assert (first.status, second.status, first.applied, second.applied) == ("ok", "ok", 0, 1)
+    assert first.checksum != second.checksum
