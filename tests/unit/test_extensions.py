@@ -14,6 +14,7 @@ from midstream import __version__
 from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
 from midstream.api.resolve.readings import resolve_readings
 from midstream.api.resolve.request_parsing import parse_job
+from midstream.schemas.banks import RowShape
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.extensions import Extension, Option, ReaderSpec, Rows
 from midstream.schemas.jobs import JobRequest
@@ -206,6 +207,21 @@ def test_refusals_name_field_and_valid_values(site: Path, wish: dict[str, Any], 
         resolved([wish], bounds(site))
     assert refused.value.field == field
     assert words in refused.value.detail
+
+
+def test_hooks_inside_have_readers_of_their_own_and_none_where_ranks_divide_the_rows(site: Path) -> None:
+    """A reading has rows of one width, and all of each row."""
+    shapes = {"z": RowShape(heads=2, width=4), "k": RowShape(heads=1, width=4)}
+    inside: Any = {"hooks": ["pre_attn", "post_block", *shapes], "inside": shapes}
+    (stored,) = resolved([{"name": "row-geometry", "hook": "hook_z", "layers": 1}], bounds(site, **inside))[0]
+    assert (stored.sites, stored.row) == ({"z": [1]}, shapes["z"])
+    for wish, tp, words in (
+        ({"hooks": {"z": [1], "post_block": [1]}}, 1, "have different sizes: name them in readers of their own (post_block | z)"),
+        ({"hook": "z", "layers": 1}, 2, "rows of z are divided among 2 ranks; valid: hooks of the stream"),
+    ):
+        with pytest.raises(MidstreamError) as refused:
+            resolved([{"name": "row-geometry", **wish}], bounds(site, tp=tp, **inside))
+        assert (refused.value.status, words in refused.value.detail) == (400, True), refused.value.detail
 
 
 def test_the_same_reading_twice_is_refused(site: Path) -> None:

@@ -17,6 +17,7 @@ from midstream.api.resolve.steering import resolve_edits, resolve_module
 from midstream.kernels import installed, reference
 from midstream.kernels.installed import OPS
 from midstream.kernels.plan import Does, SitePlan
+from midstream.schemas.banks import RowShape
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.extensions import Extension
 from midstream.schemas.models import ModelInfo
@@ -135,6 +136,19 @@ def test_refusals_name_field_and_valid_values(site: Path, wish: dict[str, Any], 
         resolved([wish], *loaded("row-geometry", "unruly").values())
     assert refused.value.field == f"steering[0].{field}"
     assert words in refused.value.detail
+
+
+def test_ops_edit_the_stream_and_no_rows_inside_of_a_layer(site: Path) -> None:
+    """Also where a row inside happens to have the model's size."""
+    facts = loaded("row-geometry")["norm-cap"]
+    model = ModelInfo(
+        name="m", version=__version__, architecture="X", num_layers=4, hidden_size=HIDDEN, vocab_size=9, max_model_len=64, dtype="float32",
+        hooks=["post_block", "z"], inside={"z": RowShape(heads=2, width=HIDDEN // 2)}, tokenizer="", extensions=[facts],
+    )  # fmt: skip
+    with pytest.raises(MidstreamError) as refused:
+        resolve_edits([], [SteeringSpec(extension="norm-cap", layers=1, hook="z")], Bounds(model, [PromptFacts(6)]))
+    assert (refused.value.status, refused.value.field) == (400, "steering[0].hook")
+    assert "not those of z; valid: " in refused.value.detail
 
 
 def test_modules_take_no_installed_ops(site: Path) -> None:
