@@ -8,7 +8,7 @@ import pytest
 
 from midstream import __version__
 from midstream.api.resolve.captures import Bounds, PromptFacts
-from midstream.api.resolve.gates import Gated, check_use, generated
+from midstream.api.resolve.gates import Gated, check_use, gated_by, generated
 from midstream.api.resolve.model_state import ModelState
 from midstream.api.resolve.probes import check_action
 from midstream.api.resolve.steering import resolve_edits, resolve_module
@@ -178,6 +178,12 @@ def resolved(*specs: SteeringSpec, lengths: tuple[int, ...] = (4, 6), scale: flo
 
 def adds(**fields: Any) -> SteeringSpec:
     return SteeringSpec(**({"layers": [1, 2], "vector": from_numpy(np.ones(8, np.float32))} | fields))
+
+
+def test_a_use_names_its_module_its_scale_and_its_probe() -> None:
+    asked = ["other", ProbeUse(probe="p", action="steer", module="joy", scale=2.0)]
+    stored = [probe(1.0, "none", name="other"), probe()]
+    assert gated_by(asked, stored) == [Gated("probes[1]", SteeringSpec(module="joy", scale=2.0), probe().digest)]
 
 
 def test_a_module_becomes_gated_entries_behind_the_requests_own() -> None:
