@@ -12,10 +12,11 @@ from .errors import NO_FIELD, MidstreamError, invalid, misfit, shortened
 from .handling import Priority
 from .interventions import SteeringOp
 from .keys import SCOPES
+from .probes import Action, Aggregation
 from .selectors import ALIASES, EVERY, RequestedName
 from .specs import At, Layout
 from .states import CallbackEvent
-from .sweeps import Ablation, Alignment, Direction, Metric
+from .sweeps import Ablation, Alignment, Axis, Direction, Metric
 
 #: Names of positions where nothing is generated.
 PROMPT_POSITIONS = ("all_prompt", "last_prompt")
@@ -33,6 +34,17 @@ NAMES: dict[str, tuple[str, ...]] = {
     "patch.hook": EVERY,
     "patch.positions": get_args(RequestedName),
     "hooks": EVERY,
+    **{f"{reading}.{field}": EVERY for reading in ("lens", "readers") for field in ("hook", "hooks")},
+    **{f"{reading}.positions": get_args(RequestedName) for reading in ("lens", "features", "readers")},
+    **{f"{reading}.at": get_args(At) for reading in ("lens", "features", "readers")},
+    "probes.action": get_args(Action),
+    "hook": EVERY,
+    "at": get_args(At),
+    "action": get_args(Action),
+    "aggregation": get_args(Aggregation),
+    "axis": get_args(Axis),
+    "path.sender.hook": EVERY,
+    "path.receivers.hook": EVERY,
     "metric": get_args(Metric),
     "scopes": SCOPES,
     "priority": get_args(Priority),

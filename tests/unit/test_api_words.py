@@ -28,6 +28,8 @@ from midstream.schemas.states import ENDS
         ('{"model":"m","prompts":["a"],"x":1}', "x", "unknown field"),
         ('{"model":"m","prompts":["a"],"capture":{"x":1}}', "capture.x", "unknown field"),
         ('{"model":"m","prompts":["a"],"capture":{"hooks":{"x":1}}}', "capture.hooks", "Invalid enum value 'x'"),
+        ('{"model":"m","prompts":["a"],"probes":[{"probe":"p","action":"stp"}]}', "probes[0].action", "did you mean 'stop'?"),
+        ('{"model":"m","prompts":["a"],"lens":{"at":"behind"}}', "lens.at", "Invalid enum value 'behind'"),
         ('{"model":"m","prompts":["a"],"capture":{"hooks":{}}}', "capture", "hooks is empty"),
         ('{"model":"m","prompts":["a"],"capture":{"hooks":{"pre_attn":1},"layers":1}}', "capture", "not both"),
         ('{"model":"m","prompts":["a"],"capture":{"positions":[{"text":""}]}}', "capture.positions[0]", "text is empty"),
