@@ -108,7 +108,7 @@ def test_each_rank_stores_its_part_of_the_chosen_heads(heads: list[int], stored:
     assert [each is not None for each in recorded] == [bool(part) for part in chosen]
 
 
-def test_a_rank_records_columns_that_no_rank_before_it_holds_and_rows_of_its_own_width() -> None:
+def test_a_rank_records_columns_that_no_rank_before_it_holds() -> None:
     """Key heads that ranks share are recorded by the first, by all where each needs them; the stream by the first of a stage."""
     wanted = StoredCapture(sites={"k": [0]}, positions="all", tag="t", row=SHAPE)
     sites = [Site("k", 0, "single")]

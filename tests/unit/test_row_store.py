@@ -43,7 +43,7 @@ def test_a_hit_reaches_as_far_as_the_kept_rows_and_no_further() -> None:
     ]
 
 
-def test_ranks_without_a_head_that_was_asked_for_have_kept_nothing_for_those_who_ask_for_it() -> None:
+def test_ranks_without_a_head_that_was_asked_for_have_kept_nothing_of_it() -> None:
     """One rank keeps its whole rows, and serves any heads of them; of several, only those with one of the heads keep theirs."""
     wanted = {
         heads: msgspec.structs.replace(capture(z=[0]), row=RowShape(heads=4, width=2), heads=list(heads)) for heads in ((), (0, 1), (2,))
