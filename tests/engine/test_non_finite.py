@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from attack import ATTACKS, LARGE, options, rounds
@@ -93,7 +92,9 @@ def test_blocks_of_an_attack_are_not_served_from_the_prefix_cache(cached: Host) 
 def test_non_finite_global_edits_fail_requests_under_them_and_none_after(v1: Host) -> None:
     first = capturing(v1, prompt_of(9, seed=530))
     v1.run_together(first)
-    template = [SteeringTemplate(**msgspec.structs.asdict(entry)) for entry in overflowing(v1)]
+    template = [
+        SteeringTemplate(**{name: getattr(entry, name) for name in SteeringTemplate.__struct_fields__}) for entry in overflowing(v1)
+    ]
     under = v1.job(prompt_of(14, seed=531), max_tokens=4)
     answer = v1.send(Command(jobs=[under], vectors=v1._vectors, everyone=GlobalSteering(version=1, entries=template)))
     assert not answer.errors, answer.errors
