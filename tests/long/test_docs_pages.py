@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from docs_page import Page, environment_of, pages
 from extension_kit import install_example
-from ports import free_port
+from ports import free_port, three_ports
 from tree import ROOT
 from up_kit import Up
 
@@ -15,6 +15,8 @@ from midstream.client import Client
 
 #: The port that pages write for the stack. Ports of this hundred that a page starts other things on are free ones here.
 STACK_PORT = "8321"
+#: And for the relay's metrics.
+METRICS_PORT = "8390"
 PORT = re.compile(r"(?<!\d)83\d\d(?!\d)")
 ENGINE_START_S = 500.0
 #: The id that `midstream up` gives its worker on a machine called `vm`.
@@ -28,7 +30,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     with pytest.MonkeyPatch.context() as patch:  # also for the commands of pages
         patch.setenv("PYTHONPATH", str(install_example(tmp_path_factory.mktemp("site"))))
         patch.setenv("MIDSTREAM_EXTENSIONS", "row-geometry")
-        up = Up(data, engine=None, model_name=None, worker_id=WORKER, hooks="all,inside", **folders)
+        up = Up(data, engine=None, model_name=None, worker_id=WORKER, hooks="all,inside", metrics_port=three_ports(), **folders)
         try:
             up.ready(ENGINE_START_S)
             yield up
@@ -41,7 +43,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(path: Path, stack: Up, tmp_path: Path) -> None:
     (tmp_path / ".midstream").symlink_to(stack.data)
     url = stack.ready()
-    ports = {STACK_PORT: url.rpartition(":")[2]}
+    ports = {STACK_PORT: url.rpartition(":")[2], METRICS_PORT: stack.environment["MIDSTREAM_METRICS_PORT"]}
     text = PORT.sub(lambda found: ports.setdefault(found[0], str(free_port())), (ROOT / path).read_text())
     page = Page(path, text, tmp_path, environment_of(url, stack.data))
     with Client(url) as client:

@@ -29,3 +29,11 @@ def free_port() -> int:
                 continue
         return port
     raise AssertionError(f"none of {EACH} ports is free")
+
+
+def three_ports() -> int:
+    """The first of three free ones in a row."""
+    found = [free_port(), free_port(), free_port()]
+    while found != [*range(found[0], found[0] + 3)]:
+        found = [*found[1:], free_port()]
+    return found[0]
