@@ -16,7 +16,7 @@ from midstream.client import Client
 #: The port that pages write for the stack. Ports of this hundred that a page starts other things on are free ones here.
 STACK_PORT = "8321"
 #: And for the relay's metrics.
-METRICS_PORT = "8390"
+METRICS_PORT = "8360"
 PORT = re.compile(r"(?<!\d)83\d\d(?!\d)")
 ENGINE_START_S = 500.0
 #: The id that `midstream up` gives its worker on a machine called `vm`.
