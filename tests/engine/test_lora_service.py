@@ -19,6 +19,8 @@ from midstream.client import Client
 from midstream.client.cli import main
 from midstream.schemas.errors import MidstreamError
 
+pytestmark = pytest.mark.long
+
 ALL = list(range(LAYERS))
 SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}
 

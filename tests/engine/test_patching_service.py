@@ -22,6 +22,8 @@ from midstream.schemas.selectors import resolve_hook
 from midstream.schemas.sweeps import SweepResult
 from midstream.workers.demo_model import fetch_demo_model
 
+pytestmark = pytest.mark.long
+
 DATA = Path(__file__).resolve().parents[1] / "data"
 LENS, HEADS = DATA / "patching.safetensors", DATA / "heads.safetensors"
 HOOKS = ["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]
@@ -89,7 +91,7 @@ def asked(pair: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "numbers",
     [
-        pytest.param([0], id="one pair", marks=pytest.mark.long),
+        pytest.param([0], id="one pair"),
         pytest.param([1, 2], id="two pairs, one of them aligned by hand"),
     ],
 )
@@ -184,21 +186,18 @@ def same(got: np.ndarray, wanted: np.ndarray) -> None:
     assert np.abs(wanted - ABOUT["logit_diff"]["corrupt"]).max() > 10 * LENS_LOGITS, "or nothing was patched anywhere"
 
 
-@pytest.mark.parametrize("layers", [[17, 20, 23, 29], pytest.param(list(range(30)), marks=pytest.mark.long)], ids=["some", "all"])
-def test_a_sweep_over_heads_is_that_of_transformer_lens(service: Service, layers: list[int]) -> None:
-    got, result = swept(service, hooks=["hook_z"], axis="head", layers=layers)
-    same(got, GRIDS["z.all_pos"][layers])
+def test_a_sweep_over_heads_is_that_of_transformer_lens(service: Service) -> None:
+    got, result = swept(service, hooks=["hook_z"], axis="head", layers=list(range(30)))
+    same(got, GRIDS["z.all_pos"])
     assert (result.axis, result.pairs[0].heads) == ("head", list(range(9)))
 
 
-@pytest.mark.parametrize("heads", [[0, 3], pytest.param("all", marks=pytest.mark.long)], ids=["some", "all"])
-def test_a_sweep_over_heads_and_positions_is_that_of_transformer_lens(service: Service, heads: Any) -> None:
+def test_a_sweep_over_heads_and_positions_is_that_of_transformer_lens(service: Service) -> None:
     layers = list(range(0, 30, ABOUT["every"]))
-    got, result = swept(service, hooks=["z"], axis="head_position", heads=heads, layers=layers)
-    chosen = list(range(9)) if heads == "all" else heads
-    wanted = GRIDS["z.by_pos"][:, :, chosen]  # layers, positions, heads
-    same(got.reshape(len(layers), len(chosen), -1).transpose(0, 2, 1), wanted)
-    assert result.pairs[0].heads == [head for head in chosen for _ in range(wanted.shape[1])]
+    got, result = swept(service, hooks=["z"], axis="head_position", heads="all", layers=layers)
+    wanted = GRIDS["z.by_pos"]  # layers, positions, heads
+    same(got.reshape(len(layers), wanted.shape[2], -1).transpose(0, 2, 1), wanted)
+    assert result.pairs[0].heads == [head for head in range(wanted.shape[2]) for _ in range(wanted.shape[1])]
 
 
 def test_the_neurons_that_differ_most_are_those_of_transformers(service: Service) -> None:
@@ -218,14 +217,8 @@ def test_direct_paths_from_a_head_are_those_of_transformer_lens(service: Service
     assert result.path.frozen == ["attn", "mlp"]
 
 
-@pytest.mark.parametrize(
-    ("name", "held"),
-    [
-        pytest.param(name, held, marks=() if (name, held) in (("q", "attn"), ("logits", "attn+mlp"), ("mlp", "attn")) else pytest.mark.long)
-        for name in ABOUT["receivers"]
-        for held in HELD
-    ],
-)
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("name", ABOUT["receivers"])
 def test_paths_to_receivers_are_those_with_the_same_branches_held(service: Service, name: str, held: str) -> None:
     """At q, k, v, the MLP and the logits."""
     wanted = GRIDS[f"{name}.{held}"]
