@@ -1,6 +1,6 @@
 """What do the installed hooks cost when no request uses them? Ours against stock, same prompts, in turns in one run.
 
-    python benchmarks/idle_hooks.py [--rounds 8] [--prompts 256] [--max-tokens 16] [--compiled]
+    python benchmarks/idle_hooks.py [--rounds 8] [--prompts 256] [--max-tokens 16] [--compiled] [--hooks all,inside]
 
 Both engines are called directly in processes of their own; the order within a round alternates.
 """
@@ -20,13 +20,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--hooks", default="all", help="the setting of that name: all,inside has those inside attention and MLP too")
     options = parser.parse_args()
     texts = tokenised(bench_prompts(), DEMO_MODEL)
     prompts = [texts[n % len(texts)][: 8 + n % 17] for n in range(options.prompts)]
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
         engines = {
             kind: EngineProcess(
-                kind, settings_for(Path(folder) / kind, DEMO_MODEL, enable_prefix_caching=False, enforce_eager=not options.compiled)
+                kind,
+                settings_for(
+                    Path(folder) / kind, DEMO_MODEL, enable_prefix_caching=False, enforce_eager=not options.compiled, hooks=options.hooks
+                ),
             )
             for kind in ("stock", "ours")
         }
