@@ -247,7 +247,7 @@ STEPS: dict[str, tuple[Callable[[int], SitePlan], int, int]] = {
     "add_matched": (to_all(add_matched=Does(ONES, (1e-6,))), 4, 2),
     "ablate": (to_all(ablate=Does(ONES, (1.0,))), 4, 2),
     "clamp": (to_all(clamp=Does(ONES, (1e-6, 2.0, 3.0))), 4, 2),  # never arrives
-    "feature": (to_all(feature=Does(torch.cat([ONES, torch.zeros(2, HIDDEN), ONES]), (1e-6, 1e3, 0.0, 0.0))), 4, 2),  # likewise
+    "feature": (to_all(feature=Does(torch.cat([ONES, torch.zeros(2, HIDDEN), ONES]), (1e-6, 1e3, 0.0, 0.0, 0.0))), 4, 2),  # likewise
 }
 
 
