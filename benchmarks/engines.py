@@ -70,7 +70,7 @@ class EngineProcess:
     ) -> dict[str, Any]:
         """`seconds` for all, `latencies` of each, `tokens` generated; of ours `sends`, `sent_bytes`: vectors to the ranks.
 
-        `cpu`: CPU seconds of the engine core, which runs the model and schedules.
+        `cpu`: CPU seconds of the ranks' main threads, which run the model.
 
         `steering`: `{"layers": […], "distinct": n, "seed": n}`, of ours only: prompt i adds, at each of the layers, a random
         vector of its own for each i modulo `distinct`. `capture`: a `StoredCapture` of every prompt, of ours only.
@@ -145,11 +145,11 @@ async def _serve(kind: str, reply: Any) -> None:
         sends, sent = target.sends, target.sent_bytes
         await target.llm.reset_prefix_cache()
         gate = asyncio.Semaphore(command["concurrency"])
-        start, cpu = time.perf_counter(), core_cpu()
+        start, cpu = time.perf_counter(), model_cpu()
         asked = zip(prompts, steering, strict=True)
         done = await asyncio.gather(*(one(prompt, command["max_tokens"], gate, entries, captures, probes) for prompt, entries in asked))
         answer = {"seconds": time.perf_counter() - start, "latencies": [d[0] for d in done], "tokens": sum(d[1] for d in done)}
-        answer["cpu"] = core_cpu() - cpu
+        answer["cpu"] = model_cpu() - cpu
         reply(answer | {"sends": target.sends - sends, "sent_bytes": target.sent_bytes - sent})
     target.llm.shutdown()
     os._exit(0)  # vLLM's own clean-up at interpreter exit prints a traceback
@@ -255,17 +255,18 @@ class _Ours:
         return await self._call(method, args)
 
 
-def core_cpu() -> float:
-    """CPU seconds of this process's engine core, all threads; 0 where there is none."""
-    mine = str(os.getpid())
+def model_cpu() -> float:
+    """CPU seconds of the threads that run the model: the main thread of each rank of this process's engine; 0 where there is none."""
+    found = {}  # pid → (name, parent, seconds of the main thread)
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            name, fields = (folder / "comm").read_text().strip(), (folder / "stat").read_text().rpartition(")")[2].split()
-            if fields[1] == mine and name.startswith("VLLM::EngineCor"):
-                return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            name, _, fields = (folder / "task" / folder.name / "stat").read_text().partition("(")[2].rpartition(") ")
         except OSError:  # it ended
             continue
-    return 0.0
+        values = fields.split()
+        found[folder.name] = name, values[1], (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+    cores = {pid for pid, (_, parent, _) in found.items() if parent == str(os.getpid())}
+    return sum(seconds for name, parent, seconds in found.values() if parent in cores and name.startswith("VLLM::Worker"))
 
 
 def extra_arguments() -> dict[str, Any]:

@@ -3,7 +3,7 @@
     python benchmarks/probes.py [--rounds 10] [--prompts 64] [--max-tokens 24] [--compiled]
 
 Conditions: `none`; `one` probe; `16` probes at one layer; `16-layers`: 16 probes at 16 layers. All have the action `stop`, so that
-every step waits for its scores. Compared: wall time, and CPU time of the engine core, which runs the model.
+every step waits for its scores. Compared: wall time, and CPU time of the thread that runs the model.
 """
 
 import argparse
