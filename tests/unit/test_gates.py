@@ -97,11 +97,11 @@ def test_a_probe_that_is_not_scored_here_gates_nothing() -> None:
 def test_the_result_names_runs_of_open_positions_up_to_a_bound() -> None:
     gates, _, watch = gates_after(0, 0, 0, 9, 9, 0, 9, 0, 9)
     score = watch.results(8)[0][0]
-    assert (gates.told(score, 8).gate, gates.told(score, 8).gated) == ([(4, 5), (7, 7)], 3)
-    assert gates.told(score, 7).gated == 2
-    assert gates.told(msgspec.structs.replace(score, action="flag"), 8).gate is None
+    assert (gates.shown(score, 8).gate, gates.shown(score, 8).gated) == ([(4, 5), (7, 7)], 3)
+    assert gates.shown(score, 7).gated == 2
+    assert gates.shown(msgspec.structs.replace(score, action="flag"), 8).gate is None
     gates, _, watch = gates_after(*[0, 0, 0], *[9, 0] * (MAX_GATE_RUNS + 5))
-    told = gates.told(watch.results(MAX_GATE_RUNS)[0][0], 10**6)
+    told = gates.shown(watch.results(MAX_GATE_RUNS)[0][0], 10**6)
     assert (len(told.gate or []), told.gated) == (MAX_GATE_RUNS, MAX_GATE_RUNS + 5)
 
 

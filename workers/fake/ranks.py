@@ -186,7 +186,7 @@ class FakeRanks:
             return []
         gates = self._gates(finished, pp)
         scores = watch.results(positions)[0]
-        return scores if gates is None else [gates.told(score, positions) for score in scores]
+        return scores if gates is None else [gates.shown(score, positions) for score in scores]
 
     def _watch(self, finished: _Finished, pp: int) -> Watch | None:
         share = set(self._stages[pp].tolist())

@@ -41,7 +41,7 @@ class Gates:
         mine = self._open.get(digest, b"")
         return [position for position in positions if 0 <= position - self._first < len(mine) and mine[position - self._first]]
 
-    def told(self, score: ProbeScore, stop: int) -> ProbeScore:
+    def shown(self, score: ProbeScore, stop: int) -> ProbeScore:
         """With the positions below `stop` at which its gate was open, where it has one."""
         if score.action != "steer":
             return score

@@ -56,7 +56,7 @@ class Reports:
                 return
             if tracked.gates is not None:
                 checksum = tracked.gates.checksum(rows, checksum)
-                tracked.scores = [tracked.gates.told(score, rows) for score in tracked.scores]
+                tracked.scores = [tracked.gates.shown(score, rows) for score in tracked.scores]
             self._actions.fold(step, "probe", *tracked.spec.ids, checksum)
         tracked.reported = True
         recordings = [recording for recording in tracked.recordings.values() if not recording.capture.scored]

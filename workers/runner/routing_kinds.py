@@ -30,8 +30,10 @@ def kind_of(number: int, layer: nn.Module) -> RoutingKind | None:
     if not runners:
         return None
     router = runners[0].router
-    if len(runners) > 1 or not isinstance(router, BaseRouter):
-        return RoutingKind(layers=[number], refused=f"{len(runners)} modules choose experts, the first by {type(router).__name__}")
+    if len(runners) > 1:
+        return RoutingKind(layers=[number], refused=f"{len(runners)} modules choose experts")
+    if not isinstance(router, BaseRouter):
+        return RoutingKind(layers=[number], refused=f"{type(router).__name__} is no router that can be run by itself")
     try:
         found = rule_of(router, next(layer.parameters()).device)
     except Exception as error:  # whatever a router of vLLM's raises for rows alone: then the layer's choice is not known
