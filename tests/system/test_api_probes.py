@@ -148,12 +148,12 @@ def test_a_request_that_names_a_probe_wrongly_is_refused(client: Client, calm: s
     assert words in str(refused.value)
 
 
-def test_a_module_steers_while_the_score_is_above_the_threshold(client: Client) -> None:
+def test_a_module_steers_while_the_score_is_above_the_threshold(client: Client, calm: str) -> None:
     """The fake's score is the position: above 12 it stays above."""
     client.register_module("joy", [{"layers": [1, 2], "vector": np.ones(HIDDEN)}])
     client.register_probe("late", weight=np.ones(HIDDEN), layer=0, labels=["x"], thresholds=12)
     asked = {"probe": "late", "action": "steer", "module": "joy", "scale": 2.0}
-    result = client.run(model="fake-model", prompts=["hello", "there"], probes=[asked, "calm"], max_tokens=12)
+    result = client.run(model="fake-model", prompts=["hello", "there"], probes=[asked, calm], max_tokens=12)
     late, calm, other, _ = result.probes
     first, last = max(13, result.outputs[0].prompt_tokens), late.positions - 1
     assert (late.gate, late.gated, late.crossed) == ([(first, last)], last - first + 1, {"x": 12})
