@@ -90,7 +90,7 @@ class AppContext:
         self._reading_features = anyio.CapacityLimiter(1)
         self.watcher = watcher
         self.celery = celery
-        self.store = open_store(settings.capture_root)
+        self.store = open_store(settings.artifacts)
         self.disks = Disks(settings, self.store)
         self._usage = Usage(self.store, settings.capture_quota_mib << 20)
         self.helpers = Helpers(settings)

@@ -62,12 +62,12 @@ compile cpu.lock --extra cpu --extra demo --extra dev --extra plots --extra prob
 # The others agree with the first.
 pins "$here/cpu.lock" >"$scratch/agreed"
 compile client.lock --extra client --constraint "$scratch/agreed"
-compile api.lock --extra api --constraint "$scratch/agreed"
-compile service.lock --extra api --extra client --extra flower --extra otel --constraint "$scratch/agreed"
-compile worker.lock --extra cpu --extra model --extra otel --constraint "$scratch/agreed" --no-emit-package triton
+compile api.lock --extra api --extra s3 --constraint "$scratch/agreed"
+compile service.lock --extra api --extra client --extra flower --extra otel --extra s3 --constraint "$scratch/agreed"
+compile worker.lock --extra cpu --extra model --extra otel --extra s3 --constraint "$scratch/agreed" --no-emit-package triton
 compile lens.lock --extra lens
 cuda_only=() cpu= # torch's own metadata: the libraries of CUDA belong to it
-compile gpu.lock --extra gpu --extra model --extra otel
+compile gpu.lock --extra gpu --extra model --extra otel --extra s3
 pins "$here/gpu.lock" >"$scratch/agreed-gpu"
 mapfile -t present < <(sed 's/==.*//' "$scratch/agreed"; echo torch)
 grep '^torch==' "$scratch/agreed-gpu" >"$scratch/torch.in"

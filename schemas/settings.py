@@ -3,6 +3,7 @@
 import ipaddress
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,6 +28,10 @@ FILE_VARIABLE = "MIDSTREAM_CONFIG"
 ENGINE_TABLE = "engine"
 #: Of `engine_options` as JSON: they reach child processes in one variable of their environment.
 ENGINE_OPTIONS_BYTES = 64 << 10
+
+#: What `artifact_store` and its endpoints may be, besides a folder.
+_STORE = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_./-]*)?")
+_ENDPOINT = re.compile(r"https?://[^/?#@\s]+")
 
 
 class SettingsError(ValueError):
@@ -119,13 +124,23 @@ class Settings(Record):
     row_store_mib: Natural = 256  # rows kept for captures whose prompt the prefix cache serves; 0: recomputed instead
     writer_threads: Count = 2
 
+    # Where captures are kept
+    artifact_store: str = ""  # s3://bucket/prefix, or a folder; empty: `captures` in `data_dir`
+    artifact_endpoint: str = ""  # of a store that is not AWS', such as http://minio:9000
+    artifact_region: str = ""  # of the bucket; empty: what AWS_REGION names, or us-east-1
+    artifact_access_key: str = ""  # empty: AWS' own variables, credentials file or role
+    artifact_secret_key: str = ""
+    artifact_links: Literal["presigned", "api"] = "presigned"  # downloads from the store itself, or through the API alone
+    artifact_link_s: Annotated[int, msgspec.Meta(ge=1, le=7 * 24 * 3600)] = 900  # how long a presigned link works
+    artifact_public_endpoint: str = ""  # in presigned links, where users reach the store by another name than the service does
+
     # Captures
     segment_limit_kib: Natural = 64  # layout `auto`: captures up to this size share segment files
     segment_mib: Count = 256  # a segment file is closed at this size
     memory_limit_kib: Annotated[int, msgspec.Meta(ge=1, le=32 * 1024)] = (
         256  # consumer `memory`: the most that comes back in a response, per prompt
     )
-    capture_quota_mib: Natural = 0  # of the capture root; beyond it captures are rejected; 0: no quota
+    capture_quota_mib: Natural = 0  # of the artifact store; beyond it captures are rejected; 0: no quota
     capture_ttl_s: Natural = 0  # captures are deleted this long after the end of their job; 0: kept
     global_capture: str = ""  # taken of every request, such as `post_block:all;pre_attn:0-17`
     global_capture_positions: str = "last_prompt"  # a name, positions separated by commas, or a range: 5:9, 5:
@@ -198,7 +213,16 @@ class Settings(Record):
 
     @property
     def capture_root(self) -> Path:
+        """Of captures in a local folder that no setting names."""
         return Path(self.data_dir).resolve() / "captures"
+
+    @property
+    def artifacts(self) -> str:
+        """The URI of the artifact store, for `open_store`. It holds no credentials."""
+        if not self.artifact_store.startswith("s3://"):
+            return self.artifact_store or str(self.capture_root)
+        options = urlencode({name: value for name in ("endpoint", "region") if (value := getattr(self, f"artifact_{name}"))})
+        return self.artifact_store + (f"?{options}" if options else "")
 
 
 def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Settings:
@@ -223,7 +247,20 @@ def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Se
         values |= more | ({"engine_options": options} if options else {})
     if len(to_json(values.get("engine_options", {}))) > ENGINE_OPTIONS_BYTES:
         raise SettingsError(f"engine_options: longer than {ENGINE_OPTIONS_BYTES >> 10} KiB as JSON")
-    return _with_tls(_with_password(Settings(**values)))
+    return _with_tls(_with_password(_with_store(Settings(**values))))
+
+
+def _with_store(settings: Settings) -> Settings:
+    """The settings; a store that cannot be opened is refused at the start."""
+    store = settings.artifact_store
+    if "://" in store and not _STORE.fullmatch(store):
+        raise SettingsError(f"artifact_store={store!r}: valid: s3://bucket/prefix, or a folder")
+    for name in ("artifact_endpoint", "artifact_public_endpoint"):
+        if (value := getattr(settings, name)) and not _ENDPOINT.fullmatch(value):
+            raise SettingsError(f"{name}={value!r}: valid: http://host:port or https://host:port")
+    if bool(settings.artifact_access_key) != bool(settings.artifact_secret_key):
+        raise SettingsError("artifact_access_key and artifact_secret_key belong together: set both, or none")
+    return settings
 
 
 def _with_engine_table(table: dict[str, Any]) -> dict[str, Any]:

@@ -92,6 +92,14 @@ class Adopting(Protocol):
         """Add an adoptable draft as the object `key`, as `append` adds bytes. Raises OSError, ValueError."""
 
 
+@runtime_checkable
+class Signing(Protocol):
+    """What a store may be able to do besides: give out links that need no credentials."""
+
+    def sign(self, key: str, seconds: int, endpoint: str = "") -> str:
+        """A URL at which whoever has it reads the object for so long. `endpoint`: how they reach the store, if not as we do."""
+
+
 class Segment(Protocol):
     """An object that many blobs share and its index (`index_of(key)`), created with this. Belongs to one thread of one process."""
 
@@ -187,6 +195,10 @@ def open_store(uri: str | PurePath) -> ArtifactStore:
     scheme = found[1] if found else "file"
     name = f"{__package__}.{scheme}_store"
     if find_spec(name) is None:
-        raise ValueError(f"there is no artifact store for {scheme}://; valid: a folder, or file:///folder")
-    store: ArtifactStore = import_module(name).open_store(text)
+        raise ValueError(f"there is no artifact store for {scheme}://; valid: a folder, file:///folder, or s3://bucket/prefix")
+    try:
+        module = import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"a store at {scheme}:// needs the package {error.name}: pip install 'midstream[{scheme}]'") from error
+    store: ArtifactStore = module.open_store(text)
     return store

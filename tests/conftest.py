@@ -8,6 +8,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from s3_kit import FaultProxy
+
     from midstream.storage.store import ArtifactStore
 
 # The processes that share the tests among them are told that their terminal has 80 columns; tests say how many they want.
@@ -38,16 +42,32 @@ def stage_of(path: Path) -> str:
     return stage
 
 
-@pytest.fixture(params=["folder", "memory"])
+@pytest.fixture(params=["folder", "memory", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> "ArtifactStore":
-    """Every store that keeps the protocol: the local folder, and one in memory."""
+    """Every store that keeps the protocol: the local folder, one in memory, and a bucket of an S3 server."""
     from memory_store import MemoryStore
 
     from midstream.storage.store import open_store
 
-    made = open_store(tmp_path / "captures") if request.param == "folder" else MemoryStore()
+    if request.param == "s3":
+        import s3_kit
+
+        made = open_store(s3_kit.uri(request.getfixturevalue("s3")))
+    else:
+        made = open_store(tmp_path / "captures") if request.param == "folder" else MemoryStore()
     made.prepare()
     return made
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> "Iterator[FaultProxy]":
+    """An S3 server that checks signatures; this process has the credentials."""
+    import s3_kit
+
+    for name, value in s3_kit.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    with s3_kit.s3_server() as proxy:
+        yield proxy
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -44,7 +44,7 @@ class Captures:
         self._redis: Any = ledger.redis
         self._settings: Settings = ledger.settings
         self._scripts = scripts.Scripts(ledger.redis)
-        self.store = open_store(ledger.settings.capture_root)
+        self.store = open_store(ledger.settings.artifacts)
         self._grace = ledger.settings.capture_timeout_s + GRACE_LEASES * ledger.settings.lease_s
         self._again = 0.0  # when earlier deletions are checked again
 

@@ -68,7 +68,7 @@ class SourceRuns:
         self._redis: Any = ledger.redis
         self._settings: Settings = ledger.settings
         self._scripts = scripts.Scripts(ledger.redis)
-        self._store = open_store(ledger.settings.capture_root)
+        self._store = open_store(ledger.settings.artifacts)
         self._pruned = 0.0  # time of the last search through the names
         self._scanned: tuple[str, str, dict[int, Blobs]] = "", "", {}  # the last job and tag read from disk, and their blobs
 

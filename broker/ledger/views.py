@@ -189,7 +189,7 @@ def capture_results(view: JobView, known: Facts, ticket: Sequence[Receipt], sett
         status=view.capture_status,
         job=view.id,
         url=f"{settings.public_url.rstrip('/')}/v1/captures/{view.id}",
-        root=str(settings.capture_root),
+        root=settings.artifacts,
         files=files,
         consumers=consumers,
         bytes=sum(file.bytes for file in files),

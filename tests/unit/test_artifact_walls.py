@@ -67,8 +67,8 @@ OPENS: dict[str, str] = {
     "workers/runner/slabs.py": "rows that wait on the disk before they are captures",
     "workers/runner/vllm_source.py": "vLLM's source",
 }
-#: Modules that name the capture root without opening a store: to show it, or to hand it to a rank.
-NAMES = {"broker/ledger/views.py", "client/cli/demo.py", "workers/engine/vllm.py"}
+#: Modules that name the artifact store, or the capture root, without opening a store: to show it, or to hand it to a rank.
+NAMES = {"broker/ledger/views.py", "client/cli/demo.py", "schemas/settings.py", "workers/engine/vllm.py"}
 #: Methods of our own that are called like those of paths.
 OTHERS = {"span.rename", "self._gate.open", "store.open", "self._store.open", "place.store.open"}
 
@@ -111,7 +111,7 @@ def test_the_capture_root_is_only_handed_to_open_store() -> None:
     for module in MODULES:
         nodes = list(ast.walk(ast.parse((ROOT / module).read_text())))
         stores = [node.args[0] for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "open_store"]
-        if any(isinstance(node, ast.Attribute) and node.attr == "capture_root" and node not in stores for node in nodes):
+        if any(isinstance(node, ast.Attribute) and node.attr in ("artifacts", "capture_root") and node not in stores for node in nodes):
             naming.add(module)
     assert naming == NAMES
 
@@ -123,7 +123,7 @@ def test_the_wall_sees_each_way_to_open_a_file(monkeypatch: pytest.MonkeyPatch, 
     assert len(opened("module.py")) == len(calls)
 
 
-@pytest.mark.parametrize("uri", ["s3://bucket/captures", "gs://bucket", "store://x"])
+@pytest.mark.parametrize("uri", ["gs://bucket", "az://account/x", "store://x"])
 def test_a_store_of_an_unknown_scheme_is_refused_by_name(uri: str) -> None:
     with pytest.raises(ValueError, match=f"no artifact store for {uri.partition(':')[0]}://; valid: a folder"):
         open_store(uri)
@@ -131,3 +131,27 @@ def test_a_store_of_an_unknown_scheme_is_refused_by_name(uri: str) -> None:
 
 def test_a_folder_and_its_uri_open_the_same_store() -> None:
     assert open_store("/data/cap tures") == open_store("file:///data/cap%20tures")
+
+
+def test_a_store_whose_package_is_missing_is_refused_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    for name in ("s3_store", "s3_client"):
+        monkeypatch.delitem(sys.modules, f"midstream.storage.{name}", raising=False)
+    with pytest.raises(ValueError, match=r"s3:// needs the package obstore: pip install 'midstream\[s3\]'"):
+        open_store("s3://bucket/never-opened-before")
+
+
+@pytest.mark.parametrize(
+    ("uri", "why"),
+    [("s3://", "names a bucket"), ("s3://key:secret@bucket", "no credentials"), ("s3://bucket?secret=x", "secret: unknown option")],
+)
+def test_a_bucket_is_named_without_credentials(uri: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        open_store(uri)
+    assert "key:secret" not in str(caught.value)
+
+
+def test_the_uri_of_a_bucket_opens_the_same_store() -> None:
+    store = open_store("s3://bucket/a/b/?region=eu-central-1&endpoint=http://minio:9000")
+    assert store == open_store(store.uri)
+    assert store.link("tag/x") == "s3://bucket/a/b/tag/x"

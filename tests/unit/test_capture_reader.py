@@ -257,6 +257,7 @@ def test_files_are_also_readable_by_the_safetensors_package(tmp_path: Path) -> N
         np.testing.assert_array_equal(opened.get_tensor("post_block.3"), values("post_block", 3, [0, 1, 2]))
 
 
+@pytest.mark.parametrize("store", ["folder", "memory"], indirect=True)  # a server's connections are descriptors
 def test_thousands_of_files_need_no_descriptors(store: ArtifactStore) -> None:
     write(store, *(finished(request=n, layout="per_file", sites={"post_block": list(range(10))}) for n in range(30)))
     before = len(os.listdir("/proc/self/fd"))

@@ -19,11 +19,11 @@ REQUIREMENTS = ROOT / "requirements"
 #: Lock → the extras it serves; the CPU stack's torch is in a lock of its own.
 EXTRAS_OF = {
     "cpu.lock": ("cpu", "demo", "dev", "plots", "probes"),
-    "api.lock": ("api",),
+    "api.lock": ("api", "s3"),
     "client.lock": ("client",),
-    "service.lock": ("api", "client", "flower", "otel"),
-    "worker.lock": ("cpu", "model", "otel"),
-    "gpu.lock": ("gpu", "model", "otel"),
+    "service.lock": ("api", "client", "flower", "otel", "s3"),
+    "worker.lock": ("cpu", "model", "otel", "s3"),
+    "gpu.lock": ("gpu", "model", "otel", "s3"),
     "lens.lock": ("lens",),
 }
 COMPANION = {"cpu.lock": "torch-cpu.lock", "worker.lock": "torch-cpu.lock", "lens.lock": "torch-cpu.lock"}

@@ -51,3 +51,28 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_child_process_reads_back_the_same_settings() -> None:
     settings = Settings(model="/models/x", enable_prefix_caching=False, max_model_len=512, lease_s=2.5, runner="v2", log_level="DEBUG")
     assert load_settings(to_environment(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("artifact_store", "gs://bucket", "valid: s3://bucket/prefix"),
+        ("artifact_store", "s3://key:secret@bucket", "valid: s3://bucket/prefix"),
+        ("artifact_endpoint", "minio:9000", "valid: http://host:port"),
+        ("artifact_public_endpoint", "http://user:secret@minio", "valid: http://host:port"),
+        ("artifact_secret_key", "alone", "belong together"),
+    ],
+)
+def test_an_artifact_store_that_cannot_be_opened_is_refused(name: str, value: str, why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        load_settings({}, **{name: value})
+
+
+def test_the_uri_of_the_artifact_store_has_endpoint_and_region_and_no_credentials() -> None:
+    keys = {"artifact_access_key": "AKID", "artifact_secret_key": "hidden"}
+    settings = load_settings(
+        {}, artifact_store="s3://kept/here", artifact_endpoint="http://minio:9000", artifact_region="eu-west-1", **keys
+    )
+    assert settings.artifacts == "s3://kept/here?endpoint=http%3A%2F%2Fminio%3A9000&region=eu-west-1"
+    assert Settings(data_dir="/data").artifacts == "/data/captures"
+    assert Settings(artifact_store="/shared/captures").artifacts == "/shared/captures"

@@ -94,7 +94,7 @@ class VllmEngine(RankControl):
             boot=BOOT,
             relay_url=settings.relay_url,
             outbox_dir=str(Path(settings.data_dir).resolve() / "outbox"),
-            capture_root=str(settings.capture_root),
+            capture_root=settings.artifacts,
             hooks=residual,
             inside=inside,
             steering_rows=settings.steering_rows,

@@ -69,7 +69,7 @@ class FakeRanks:
         self._installed = installed or {}
         self._outboxes: list[Outbox] = []
         self._writers: list[Writer] = []
-        self._grades = FakeGrades(open_store(settings.capture_root), lambda: self.ranks[-1].runs)
+        self._grades = FakeGrades(open_store(settings.artifacts), lambda: self.ranks[-1].runs)
 
     @property
     def world(self) -> int:
@@ -113,7 +113,7 @@ class FakeRanks:
     def _make_writer(self, rank: int, outbox: Outbox) -> Writer:
         settings = self._settings
         store = StoreConfig(
-            store=open_store(settings.capture_root),
+            store=open_store(settings.artifacts),
             owner=f"{settings.worker_id}.{BOOT[:BOOT_DIGITS]}.{rank}",
             segment_limit=settings.segment_limit_kib << 10,
             segment_bytes=settings.segment_mib << 20,

@@ -223,7 +223,7 @@ class EngineHost:
     async def _look_at_disks(self) -> None:
         """Note, and log once, whether captures and receipts can be written."""
         data = Path(self.settings.data_dir)
-        troubles = [await asyncio.to_thread(open_store(self.settings.capture_root).trouble)]
+        troubles = [await asyncio.to_thread(open_store(self.settings.artifacts).trouble)]
         troubles += [await asyncio.to_thread(probe, folder) for folder in (data / "outbox", data)]
         found = next(filter(None, troubles), "")
         if found and not self._disk:

@@ -255,7 +255,7 @@ class SweepAttempt:
             for hook in range(len(self._sweep.hooks))
             for layer in range(len(self._sweep.layers))
         }
-        store = open_store(self._ledger.settings.capture_root)
+        store = open_store(self._ledger.settings.artifacts)
         try:
             order = await asyncio.to_thread(order_by_difference, store, base, source, list(sites.values()), columns[0].places, most)
         except (OSError, ValueError) as error:

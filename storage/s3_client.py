@@ -1,0 +1,158 @@
+"""Access to a bucket: credentials, bounded retries, and what goes wrong as the OSErrors that a disk raises, in plain English.
+
+Credentials are the settings `artifact_access_key` and `artifact_secret_key`; else what AWS' own variables name; else the profile in AWS'
+credentials file; else what the machine's role gives. They are in no URI, receipt or log.
+"""
+
+import configparser
+import errno
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import obstore
+from obstore.exceptions import BaseError, PreconditionError
+
+from ..schemas.settings import load_settings
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+#: Of one request, which moves a part at most. A request that fails for a passing reason is repeated, and given up after `RETRY_S`.
+CONNECT_S, REQUEST_S, RETRIES, RETRY_S = 5, 60, 10, 30
+#: Of a test write: who asks waits for it.
+PROBE_S = 5
+#: Requests of this process at a time, over all its stores.
+REQUESTS = 16
+
+#: Code of S3, or status → error number, and what to tell people.
+_REASONS: dict[str, tuple[int, str]] = {
+    "NoSuchBucket": (errno.ENXIO, "there is no such bucket"),
+    "InvalidAccessKeyId": (errno.EACCES, "the access key is unknown there"),
+    "SignatureDoesNotMatch": (errno.EACCES, "the secret key does not belong to the access key"),
+    "RequestTimeTooSkewed": (errno.EACCES, "the clocks of this machine and of the store differ by more than 15 minutes: run NTP"),
+    "ExpiredToken": (errno.EACCES, "the credentials have expired"),
+    "InvalidToken": (errno.EACCES, "the session token is not valid"),
+    "AccessDenied": (errno.EACCES, "these credentials do not allow it"),
+    "AuthorizationHeaderMalformed": (errno.EACCES, "the bucket is in another region: set artifact_region"),
+    "PermanentRedirect": (errno.EACCES, "the bucket is in another region: set artifact_region"),
+    "XMinioStorageFull": (errno.ENOSPC, "it is full"),
+    "QuotaExceeded": (errno.EDQUOT, "its quota is used up"),
+    "EntityTooLarge": (errno.EFBIG, "the object is too large for it"),
+    "XAmzContentSHA256Mismatch": (errno.EIO, "the bytes that arrived are not those that were sent"),
+    "BadDigest": (errno.EIO, "the bytes that arrived are not those that were sent"),
+    "SlowDown": (errno.EBUSY, "it asks to slow down"),
+    "503": (errno.EBUSY, "it is not available"),
+    "507": (errno.ENOSPC, "it is full"),
+    "401": (errno.EACCES, "it refuses the credentials"),
+    "403": (errno.EACCES, "it refuses the credentials"),
+    "429": (errno.EBUSY, "it asks to slow down"),
+}
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_STATUS = re.compile(r"status code: (\d{3})")
+#: In what obstore says of a request without an answer.
+_TIMEOUT = re.compile(r"kind: Timeout|timed out|Elapsed")
+_CUT = re.compile(r"kind: (Request|Body|Decode)|IncompleteMessage|body error")
+_METADATA = "169.254.169.254"
+
+
+class Stale(OSError):
+    """The object is no longer the one that was opened."""
+
+
+class Address(NamedTuple):
+    bucket: str
+    prefix: str  # without a final "/"
+    endpoint: str = ""  # empty: AWS' own, or what AWS_ENDPOINT_URL names
+    region: str = ""  # empty: what AWS_REGION names, or us-east-1
+
+
+@lru_cache(maxsize=64)
+def client(address: Address, quick: bool = False) -> Any:
+    """`quick`: fail within seconds, without further tries. Raises SettingsError, OSError."""
+    config = _credentials() | {"endpoint": address.endpoint, "region": address.region}
+    seconds = PROBE_S if quick else REQUEST_S
+    endpoint = address.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    options: dict[str, Any] = {
+        "allow_http": endpoint.startswith("http://"),
+        "connect_timeout": timedelta(seconds=min(CONNECT_S, seconds)),
+        "timeout": timedelta(seconds=seconds),
+    }
+    retries: dict[str, Any] = {
+        "max_retries": 0 if quick else RETRIES,
+        "retry_timeout": timedelta(seconds=seconds if quick else RETRY_S),
+        "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
+    }
+    return obstore.store.S3Store(
+        address.bucket,
+        prefix=address.prefix or None,
+        config={name: value for name, value in config.items() if value},  # type: ignore[arg-type]
+        client_options=options,  # type: ignore[arg-type]
+        retry_config=retries,  # type: ignore[arg-type]
+    )
+
+
+def _credentials() -> dict[str, str]:
+    """Empty where obstore finds them itself."""
+    settings = load_settings()
+    if settings.artifact_access_key:
+        return {"access_key_id": settings.artifact_access_key, "secret_access_key": settings.artifact_secret_key}
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        return {}
+    file = configparser.RawConfigParser()
+    file.read(Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser())
+    profile = os.environ.get("AWS_PROFILE", "default")
+    found = dict(file[profile]) if profile in file else {}
+    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key", "aws_session_token": "session_token"}
+    return {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(REQUESTS, "midstream-s3")
+
+
+def together(action: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """`action` on each, concurrently. Raises the first error, when none runs any more. Not to be called by an `action`."""
+    futures = [_pool().submit(action, item) for item in items]
+    wait(futures)
+    return [future.result() for future in futures]
+
+
+@contextmanager
+def explained(address: Address, key: str = "") -> Iterator[None]:
+    """Errors of obstore as OSErrors: FileNotFoundError for a key that is not there, `Stale`, PermissionError, TimeoutError, …"""
+    try:
+        yield
+    except PreconditionError:
+        raise Stale(errno.ESTALE, "the object was changed or removed while it was being read", key) from None
+    except (BaseError, FileNotFoundError) as error:
+        raise as_os_error(address, key, error) from None
+
+
+def as_os_error(address: Address, key: str, error: Exception) -> OSError:
+    text = str(error).partition("\n\nDebug source")
+    code = found[1] if (found := _CODE.search(text[0])) else ""
+    status = found[1] if (found := _STATUS.search(text[0])) else ""
+    if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
+    where = f"object storage s3://{address.bucket}" + (f" at {address.endpoint}" if address.endpoint else "")
+    if (reason := _REASONS.get(code) or _REASONS.get(status)) is not None:
+        return OSError(reason[0], f"{where}: {reason[1]}" + (f" ({code})" if code else ""))
+    if status:
+        return OSError(errno.EIO, f"{where} answers {status}" + (f" ({code})" if code else ""))
+    if _METADATA in text[0]:
+        return PermissionError(errno.EACCES, f"{where}: there are no credentials: set artifact_access_key and artifact_secret_key")
+    if _TIMEOUT.search(text[0] + text[2]):
+        return TimeoutError(errno.ETIMEDOUT, f"{where} does not answer in time")
+    if "kind: Connect" in text[2]:
+        return ConnectionRefusedError(errno.ECONNREFUSED, f"{where} cannot be reached")
+    if _CUT.search(text[0] + text[2]):
+        return ConnectionResetError(errno.ECONNRESET, f"the connection to {where} was cut")
+    return OSError(errno.EIO, f"{where}: {text[0][:300]}")

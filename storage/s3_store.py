@@ -1,0 +1,401 @@
+"""Artifacts in a bucket of S3, or of a server that speaks its protocol.
+
+An object is uploaded whole or in parts, is visible when it is complete, and counts as durable when the store shows it with the size and
+the ETag that the upload returned. Of a group, indices are uploaded after what they describe. A segment takes one group. A mark is an
+empty object `.deleted/<name>`. Names that begin with a dot are not listed. See docs/decisions/0034-object-storage.md.
+"""
+
+import errno
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self, TypeVar
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+import obstore
+
+from ..schemas.captures import index_of
+from ..schemas.disk import disk_trouble
+from ..schemas.faults import crash_point
+from .s3_client import Address, Stale, client, explained, together
+from .store import Buffer, NotInPlaceError, check_key
+
+T = TypeVar("T")
+
+DELETED, PROBE = ".deleted", ".probe"
+#: Bytes of a part of an upload or a download; S3 takes 10,000 parts, so that an object has 80 GiB at most.
+PART, MAX_PARTS = 8 << 20, 10_000
+#: Parts of one object: under way at a time, and waiting.
+_UNDER_WAY, _WAITING = 4, 2
+#: A read fetches at least this much, so that a header, or a small blob, is one request and one version of its object.
+_READ_AHEAD = 256 << 10
+#: What changes while it is read or erased is tried again this often.
+_TRIES = 10
+#: An answer that is shorter than it should be, and says so, is asked for again. (One that is cut is obstore's to repeat.)
+_SHORT_TRIES = 3
+#: Seconds for which the outcome of a test write is kept: one that succeeded, one that failed.
+_GOOD_S, _BAD_S = 10.0, 2.0
+
+_OPTIONS = ("endpoint", "region")
+
+
+def open_store(uri: str) -> "S3Store":
+    """`s3://bucket/prefix`, with `endpoint` and `region` as its query where they are needed. Raises ValueError."""
+    parts = urlsplit(uri)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    if unknown := options.keys() - set(_OPTIONS):
+        raise ValueError(f"{', '.join(sorted(unknown))}: unknown option of an s3:// URI; valid: {', '.join(_OPTIONS)}")
+    if not parts.netloc or "@" in parts.netloc:
+        raise ValueError("an s3:// URI names a bucket and no credentials: s3://bucket/prefix")
+    return S3Store(Address(parts.netloc, parts.path.strip("/"), options.get("endpoint", ""), options.get("region", "")))
+
+
+@dataclass(frozen=True)
+class S3Store:
+    address: Address
+
+    @property
+    def uri(self) -> str:
+        """Without credentials."""
+        options = urlencode([(name, value) for name in _OPTIONS if (value := getattr(self.address, name))])
+        return self.link("") + (f"?{options}" if options else "")
+
+    def prepare(self) -> None:
+        self.marks()
+
+    def trouble(self) -> str:
+        return _troubles.of(self)
+
+    def used(self) -> int:
+        with explained(self.address):
+            return sum(each["size"] for batch in obstore.list(self.client, chunk_size=1000) for each in batch)
+
+    def writer(self) -> "S3Writer":
+        return S3Writer(self)
+
+    def segment(self, key: str) -> "S3Segment":
+        return S3Segment(self, key)
+
+    def open(self, key: str, hold: bool = True) -> "S3Handle":
+        return S3Handle(self, key)
+
+    def stat(self, key: str) -> int:
+        return self.head(key)[0]
+
+    def children(self, folder: str = "") -> list[str]:
+        with explained(self.address, folder):
+            found = obstore.list_with_delimiter(self.client, folder or None)
+        keys = [*(f"{path}/" for path in found["common_prefixes"]), *(each["path"] for each in found["objects"])]
+        return sorted(key for key in keys if key != folder and not key.removeprefix(folder).startswith("."))
+
+    def check(self, key: str) -> None:
+        check_key(key)
+
+    def link(self, key: str) -> str:
+        return f"s3://{'/'.join(filter(None, (self.address.bucket, self.address.prefix, key)))}"
+
+    def sign(self, key: str, seconds: int, endpoint: str = "") -> str:
+        address = self.address._replace(endpoint=endpoint or self.address.endpoint)
+        with explained(address, key):
+            return obstore.sign(client(address), "GET", check_key(key), timedelta(seconds=seconds))
+
+    def delete(self, key: str) -> None:
+        with explained(self.address, key):
+            if not key.endswith("/"):
+                obstore.delete(self.client, check_key(key))
+                return
+            for batch in obstore.list(self.client, check_key(key), chunk_size=1000):
+                obstore.delete(self.client, [each["path"] for each in batch])
+
+    def erase(self, key: str, ranges: Sequence[tuple[int, int]]) -> bool:
+        """The object is replaced by one with zeros, unless another process has just done so: then by that one with more zeros."""
+        for _ in range(_TRIES):
+            size, tag = self.head(key)
+            content = bytearray(size)
+            with suppress(Stale):
+                self.fetch(key, tag, 0, memoryview(content))
+                for offset, length in ranges:
+                    content[offset : offset + length] = bytes(length)
+                with explained(self.address, key):
+                    obstore.put(self.client, key, content, use_multipart=False, mode={"e_tag": tag})
+                return True
+        raise OSError(errno.EBUSY, f"{self.link(key)} is being changed by other processes")
+
+    def sealed(self, key: str) -> bool:
+        return True
+
+    def mark(self, name: str) -> None:
+        with explained(self.address):
+            obstore.put(self.client, check_key(f"{DELETED}/{name}"), b"", use_multipart=False)
+
+    def unmark(self, name: str) -> None:
+        self.delete(f"{DELETED}/{name}")
+
+    def marked(self, name: str) -> bool:
+        try:
+            with explained(self.address):
+                obstore.head(self.client, check_key(f"{DELETED}/{name}"))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def marks(self) -> list[str]:
+        with explained(self.address):
+            found = obstore.list_with_delimiter(self.client, DELETED)
+        return sorted(each["path"].rpartition("/")[2] for each in found["objects"])
+
+    @property
+    def client(self) -> Any:
+        return client(self.address)
+
+    def head(self, key: str) -> tuple[int, str]:
+        """Size and ETag. Raises OSError, ValueError."""
+        try:
+            with explained(self.address, check_key(key)):
+                found = obstore.head(self.client, key)
+        except OSError:  # the answer to HEAD does not say why: a missing bucket reads as a missing key, a wrong key as any refusal
+            self.marks()
+            raise
+        return found["size"], found["e_tag"] or ""
+
+    def fetch(self, key: str, tag: str, start: int, into: memoryview) -> None:
+        """Fill `into` from `start` on, of the version `tag`. Raises Stale, OSError."""
+
+        def part(at: int) -> None:
+            stop = min(at + PART, len(into))
+            options: Any = {"range": (start + at, start + stop)} | ({"if_match": tag} if tag else {})
+            for _ in range(_SHORT_TRIES):
+                with explained(self.address, key):
+                    found = obstore.get(self.client, key, options=options).bytes()
+                if len(found) == stop - at:
+                    into[at:stop] = memoryview(found)
+                    return
+            raise OSError(errno.EIO, f"{self.link(key)}: {len(found)} of {stop - at} bytes arrived")
+
+        _each(part, range(0, len(into), PART))
+
+
+def _each(action: Callable[[T], object], items: Sequence[T]) -> None:
+    """Concurrently, but a single one in this thread."""
+    if len(items) == 1:
+        action(items[0])
+    else:
+        together(action, items)
+
+
+class S3Handle:
+    """One version of an object. Until something was read it may become a later one."""
+
+    def __init__(self, store: S3Store, key: str) -> None:
+        self._store, self._key = store, key
+        self.size, self._tag = store.head(key)
+        self._start, self._ahead = 0, memoryview(b"")
+        self._begun = False
+
+    def read(self, start: int, count: int) -> bytes:
+        count = min(count, self.size - start)
+        if count <= 0:
+            return b""
+        if not (self._start <= start and start + count <= self._start + len(self._ahead)):
+            self._start, self._ahead = start, self._fetched(start, max(count, min(_READ_AHEAD, self.size - start)))
+        return bytes(self._ahead[start - self._start :][:count])
+
+    def view(self) -> memoryview:
+        """In memory."""
+        if len(self._ahead) != self.size:
+            self._start, self._ahead = 0, self._fetched(0, self.size)
+        return self._ahead.toreadonly()
+
+    def _fetched(self, start: int, count: int) -> memoryview:
+        for _ in range(_TRIES):
+            found = memoryview(bytearray(min(count, max(0, self.size - start))))
+            try:
+                self._store.fetch(self._key, self._tag, start, found)
+            except Stale:
+                if self._begun:
+                    raise
+                self.size, self._tag = self._store.head(self._key)
+            else:
+                self._begun = True
+                return found
+        raise Stale(errno.ESTALE, "the object is being changed by other processes", self._key)
+
+    def close(self) -> None:
+        self._ahead = memoryview(b"")
+        self._start = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Dropped(Exception):
+    """An upload ends without an object."""
+
+
+class _Upload:
+    """An object that is being written: kept while it is smaller than a part, on its way in parts from then on."""
+
+    def __init__(self, store: S3Store, key: str) -> None:
+        self._store, self.key, self.size = store, check_key(key), 0
+        self._held = bytearray()
+        self._parts: queue.Queue[bytearray | Exception | None] = queue.Queue(_WAITING)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._tag = ""
+
+    def write(self, buffers: Sequence[Buffer]) -> None:
+        for buffer in buffers:
+            rest = memoryview(buffer).cast("B")
+            while len(rest):
+                if len(self._held) == PART:
+                    self._pass_on(self._held)
+                    self._held = bytearray()
+                taken = rest[: PART - len(self._held)]
+                self._held += taken
+                self.size, rest = self.size + len(taken), rest[len(taken) :]
+
+    def complete(self) -> None:
+        """When this returns, the store has it. Raises OSError."""
+        if self._thread is None:
+            with explained(self._store.address, self.key):
+                self._tag = obstore.put(self._store.client, self.key, self._held, use_multipart=False)["e_tag"] or ""
+            return
+        self._pass_on(self._held)
+        self._pass_on(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def confirm(self) -> None:
+        """Raises NotInPlaceError unless the store shows what was uploaded."""
+        try:
+            found = self._store.head(self.key)
+        except FileNotFoundError as error:
+            raise NotInPlaceError(f"{self.key} was deleted while being written") from error
+        if found[0] != self.size or (self._tag and found[1] and found[1] != self._tag):
+            raise NotInPlaceError(f"{self.key} was replaced while being written")
+
+    def drop(self) -> None:
+        if self._thread is not None:
+            with suppress(Exception):
+                self._pass_on(_Dropped())
+            self._thread.join()
+
+    def _pass_on(self, part: bytearray | Exception | None) -> None:
+        if self.size > PART * MAX_PARTS:
+            raise OSError(errno.EFBIG, f"{self.key} is larger than {PART * MAX_PARTS >> 30} GiB")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="midstream-s3-upload", daemon=True)
+            self._thread.start()
+        while self._thread.is_alive():
+            with suppress(queue.Full):
+                self._parts.put(part, timeout=0.2)
+                return
+        raise self._error or OSError(errno.EIO, f"the upload of {self.key} has ended")
+
+    def _run(self) -> None:
+        try:
+            with explained(self._store.address, self.key):
+                put = obstore.put(
+                    self._store.client, self.key, self._iterate(), use_multipart=True, chunk_size=PART, max_concurrency=_UNDER_WAY
+                )
+            self._tag = put["e_tag"] or ""
+        except BaseException as error:
+            self._error = error.with_traceback(None)
+
+    def _iterate(self) -> Iterator[bytearray]:
+        """What it raises makes obstore abort the upload, so that no parts are left."""
+        while (part := self._parts.get()) is not None:
+            if isinstance(part, Exception):
+                raise part
+            yield part
+
+
+class S3Writer:
+    def __init__(self, store: S3Store) -> None:
+        self._store, self._uploads = store, dict[str, _Upload]()
+
+    def append(self, key: str, buffers: Sequence[Buffer]) -> None:
+        """The bytes are copied, or have left, when this returns."""
+        if key not in self._uploads:
+            self._uploads[key] = _Upload(self._store, key)
+        self._uploads[key].write(buffers)
+
+    def commit(self) -> None:
+        """Indices follow what they describe: what an index names is there."""
+        indices = {index_of(key) for key in self._uploads}
+        uploads = list(self._uploads.values())
+        _each(_Upload.complete, [each for each in uploads if each.key not in indices])
+        crash_point("capture.renamed")
+        _each(_Upload.complete, [each for each in uploads if each.key in indices])
+        _each(_Upload.confirm, uploads)
+        self._uploads.clear()
+
+    def abort(self) -> None:
+        for upload in self._uploads.values():
+            upload.drop()
+        self._uploads.clear()
+
+
+class S3Segment:
+    """Takes one group: its objects are complete then."""
+
+    def __init__(self, store: S3Store, key: str) -> None:
+        with suppress(FileNotFoundError):
+            store.stat(key)
+            raise FileExistsError(errno.EEXIST, "there is such a segment", key)
+        self._store, self.key, self.size, self.usable = store, key, 0, True
+
+    def append(self, data: Sequence[Buffer], index: bytes) -> None:
+        if not self.usable:
+            raise OSError(errno.EROFS, "the segment is complete", self.key)
+        self.usable = False
+        writer = self._store.writer()
+        try:
+            writer.append(self.key, data)
+            writer.append(index_of(self.key), [index])
+            self.size = sum(map(len, data))
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            for key in (index_of(self.key), self.key):  # in doubt: what is there must not be found
+                with suppress(OSError):
+                    self._store.delete(key)
+            raise
+
+    def close(self) -> None:
+        self.usable = False
+
+
+class _Troubles:
+    """Outcomes of test writes, by store."""
+
+    def __init__(self) -> None:
+        self._lock, self._known = threading.Lock(), dict[S3Store, tuple[float, str]]()
+
+    def of(self, store: S3Store) -> str:
+        with self._lock:
+            due, found = self._known.get(store, (0.0, ""))
+            if time.monotonic() >= due:
+                found = self._look(store)
+                self._known[store] = time.monotonic() + (_BAD_S if found else _GOOD_S), found
+            return found
+
+    def _look(self, store: S3Store) -> str:
+        try:
+            with explained(store.address):
+                obstore.put(client(store.address, quick=True), PROBE, b"midstream", use_multipart=False)
+        except OSError as error:
+            full = disk_trouble(error)
+            return (f"{full}: " if full else "") + f"{error.strerror}: nothing can be written"
+        return ""
+
+
+_troubles = _Troubles()

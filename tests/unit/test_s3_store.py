@@ -1,0 +1,337 @@
+"""Is what a bucket reports as written there, whole, and is every way to fail an OSError that says why?
+
+The protocol's own tests run against it as well: `store` in tests/conftest.py.
+"""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import obstore
+import pytest
+import s3_kit
+from capture_kit import filesystem, finished, write
+from s3_kit import FaultProxy
+
+from midstream.client import CaptureReader
+from midstream.schemas.settings import SettingsError
+from midstream.storage import s3_client
+from midstream.storage.s3_client import Stale
+from midstream.storage.s3_store import PART, S3Store, _Troubles, open_store
+from midstream.storage.store import NotInPlaceError, Signing
+
+BIG = os.urandom(3 * PART + 12345)
+
+
+@pytest.fixture
+def bucket(s3: FaultProxy) -> S3Store:
+    return open_store(s3_kit.uri(s3))
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_client, "RETRIES", 2)
+
+
+def put(store: S3Store, key: str, *parts: bytes) -> None:
+    writer = store.writer()
+    try:
+        for part in parts:
+            writer.append(key, [part])
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def content(store: S3Store, key: str) -> bytes:
+    with store.open(key) as handle:
+        return bytes(handle.view())
+
+
+def uploads(store: S3Store) -> int:
+    """Uploads in parts that are neither complete nor aborted."""
+    with urlopen(f"http://{s3_kit.moto()}/{store.address.bucket}?uploads") as answer:
+        return len(re.findall(b"<Upload>", answer.read()))
+
+
+@pytest.mark.parametrize("sizes", [[0], [1], [PART - 1], [PART], [PART + 1], [5, PART, 7, 2 * PART], [len(BIG)]])
+def test_an_object_of_any_size_reads_as_it_was_written(bucket: S3Store, sizes: list[int]) -> None:
+    parts = [BIG[:size] for size in sizes]
+    put(bucket, "tag/job/x", *parts)
+    whole = b"".join(parts)
+    assert bucket.stat("tag/job/x") == len(whole)
+    assert content(bucket, "tag/job/x") == whole
+    with bucket.open("tag/job/x") as handle:
+        assert handle.read(3, 10) == whole[3:13]
+        assert handle.read(len(whole) - 2 if len(whole) > 2 else 0, 100) == whole[-2:]
+        assert handle.read(len(whole), 1) == b""
+
+
+def test_nothing_is_visible_before_commit_and_nothing_is_left_of_an_abort(bucket: S3Store) -> None:
+    writer = bucket.writer()
+    writer.append("tag/job/big", [BIG])
+    writer.append("tag/job/small", [b"x"])
+    assert bucket.children() == []
+    writer.abort()
+    assert (bucket.children(), uploads(bucket), bucket.used()) == ([], 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["503", "cut", "lost"])
+@pytest.mark.parametrize("when", ["PUT", "POST .*uploads", "PUT .*partNumber=2", "POST .*uploadId", "HEAD"])
+def test_one_bad_answer_is_survived(s3: FaultProxy, bucket: S3Store, kind: str, when: str) -> None:
+    s3.fault(kind, when, times=1)
+    put(bucket, "tag/job/x.safetensors", BIG)
+    assert content(bucket, "tag/job/x.safetensors") == BIG
+
+
+@pytest.mark.parametrize("kind", ["half", "short"])
+def test_a_download_that_ends_early_is_asked_for_again(s3: FaultProxy, bucket: S3Store, kind: str) -> None:
+    put(bucket, "x", BIG)
+    fault = s3.fault(kind, "GET", times=2)
+    assert content(bucket, "x") == BIG
+    assert fault.seen == 2
+
+
+#: Fault of every write → error, and what is said.
+OUTAGES: list[tuple[str, type[OSError], str]] = [
+    ("503", OSError, "asks to slow down"),
+    ("500 InternalError", OSError, "answers 500"),
+    ("507 XMinioStorageFull", OSError, "it is full"),
+    ("403 AccessDenied", PermissionError, "do not allow it"),
+    ("403 ExpiredToken", PermissionError, "have expired"),
+    ("403 RequestTimeTooSkewed", PermissionError, "differ by more than 15 minutes: run NTP"),
+    ("404 NoSuchBucket", OSError, "no such bucket"),
+    ("cut", ConnectionError, "was cut|cannot be reached"),
+    ("lost", ConnectionError, "was cut|cannot be reached"),
+    ("flip", OSError, "not those that were sent"),
+]
+
+
+@pytest.mark.parametrize(("kind", "error", "said"), OUTAGES)
+@pytest.mark.parametrize("size", [100, len(BIG)])
+def test_an_outage_is_an_os_error_with_its_reason_and_leaves_nothing(
+    s3: FaultProxy, bucket: S3Store, kind: str, error: type[OSError], said: str, size: int
+) -> None:
+    s3.fault(kind, r"(PUT|POST) (?!.*uploads)" if size > PART else "PUT")
+    with pytest.raises(error, match=said) as caught:
+        put(bucket, "tag/job/x", BIG[:size])
+    assert not isinstance(caught.value, FileNotFoundError)  # which would read as deleted
+    assert s3_kit.SECRET_KEY not in str(caught.value)
+    s3.faults.clear()
+    assert bucket.children() == ([] if kind != "lost" or size > PART else ["tag/"])
+
+
+def test_wrong_credentials_and_clocks_are_told_apart(s3: FaultProxy, bucket: S3Store) -> None:
+    put(bucket, "x", b"1")
+    for change, said in (
+        ({"keys": {s3_kit.ACCESS_KEY: "another"}}, "secret key does not belong"),
+        ({"keys": {}}, "access key is unknown"),
+        ({"clock": 3600.0}, "run NTP"),
+        ({"clock": -3600.0}, "run NTP"),
+    ):
+        former = {name: getattr(s3, name) for name in change}
+        vars(s3).update(change)
+        for ask in (lambda: bucket.stat("x"), bucket.children, bucket.used, bucket.marks, lambda: put(bucket, "y", b"1")):
+            with pytest.raises(PermissionError, match=said):
+                ask()
+        assert said in _Troubles().of(bucket)
+        vars(s3).update(former)
+    assert content(bucket, "x") == b"1"
+
+
+def test_a_missing_bucket_is_not_taken_for_a_deleted_object(s3: FaultProxy) -> None:
+    nowhere = open_store(s3_kit.uri(s3, "never-made"))
+    for ask in (nowhere.prepare, lambda: nowhere.stat("x"), lambda: nowhere.open("x"), lambda: nowhere.mark("j"), nowhere.used):
+        with pytest.raises(OSError, match="there is no such bucket") as caught:
+            ask()
+        assert not isinstance(caught.value, FileNotFoundError)
+    with pytest.raises(FileNotFoundError):
+        open_store(s3_kit.uri(s3)).open("x")
+
+
+def test_a_store_that_is_away_or_slow_is_reported_in_time_and_comes_back(s3: FaultProxy, bucket: S3Store) -> None:
+    put(bucket, "x", b"1")
+    s3.stop()
+    with pytest.raises(ConnectionRefusedError, match="cannot be reached"):
+        bucket.stat("x")
+    assert "cannot be reached: nothing can be written" in _Troubles().of(bucket)
+    s3.start()
+    assert content(bucket, "x") == b"1"
+    s3.fault("slow", "PUT", seconds=30.0)
+    began = time.monotonic()
+    assert "does not answer in time" in _Troubles().of(bucket)
+    assert time.monotonic() - began < 2 * s3_client.PROBE_S
+    s3.faults.clear()
+    assert _Troubles().of(bucket) == ""
+
+
+def test_a_request_that_never_ends_is_given_up(s3: FaultProxy, bucket: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_client, "REQUEST_S", 1)
+    monkeypatch.setattr(s3_client, "RETRY_S", 2)
+    s3.fault("slow", seconds=60.0)
+    with pytest.raises(TimeoutError, match="does not answer in time"):
+        put(open_store(bucket.uri.replace("kept", "slow")), "x", b"1")
+
+
+def test_what_was_replaced_or_removed_before_it_was_confirmed_is_not_reported(bucket: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for change in (lambda: obstore.put(bucket.client, "x", b"other"), lambda: bucket.delete("x")):
+        head = S3Store.head
+
+        def after(store: S3Store, key: str, change: Any = change, head: Any = head) -> Any:
+            change()
+            return head(store, key)
+
+        monkeypatch.setattr(S3Store, "head", after)
+        with pytest.raises(NotInPlaceError, match="while being written"):
+            put(bucket, "x", b"mine")
+        monkeypatch.setattr(S3Store, "head", head)
+
+
+def test_an_index_is_uploaded_after_what_it_describes(s3: FaultProxy, bucket: S3Store) -> None:
+    """A process that is killed in between leaves rows without an index, and no index without rows."""
+    s3.fault("503", r"PUT .*\.(seg|safetensors)$")
+    for layout in ("segment", "packed"):
+        (outcome,) = filesystem(bucket, owner=f"w.{layout}").consume([finished(layout=layout)])
+        assert "asks to slow down" in outcome.error
+    assert s3.count(r"PUT .*json") == 0
+
+
+def test_a_segment_whose_group_failed_in_doubt_is_not_found(s3: FaultProxy, bucket: S3Store) -> None:
+    """All was uploaded, but not confirmed: the group is written again, elsewhere."""
+    disk = filesystem(bucket)
+    fault = s3.fault("503", r"HEAD .*\.jsonl")
+    (outcome,) = disk.consume([finished()])
+    assert ("is not available" in outcome.error, fault.seen > 0, bucket.children("tag/segments/")) == (True, True, [])
+    s3.faults.clear()
+    assert disk.consume([finished()])[0].error == ""
+    assert len(CaptureReader(bucket, "job_x").files) == 1
+
+
+def test_a_segment_takes_one_group_and_its_name_once(bucket: S3Store) -> None:
+    segment = bucket.segment("tag/segments/w.0.seg")
+    segment.append([b"rows"], b"{}\n")
+    assert not segment.usable
+    with pytest.raises(FileExistsError):
+        bucket.segment("tag/segments/w.0.seg")
+
+
+def test_two_processes_that_erase_in_one_segment_lose_neither_erasure(bucket: S3Store) -> None:
+    count, size = 12, 5000
+    put(bucket, "s.seg", b"x" * count * size)
+    threads = [threading.Thread(target=bucket.erase, args=("s.seg", [(n * size, size)])) for n in range(0, count, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert content(bucket, "s.seg") == (bytes(size) + b"x" * size) * (count // 2)
+
+
+def test_a_handle_shows_one_version_or_raises(bucket: S3Store) -> None:
+    put(bucket, "s.seg", BIG)
+    handle, fresh = bucket.open("s.seg"), bucket.open("s.seg")
+    assert handle.read(10, 4) == BIG[10:14]
+    bucket.erase("s.seg", [(0, 100)])
+    assert handle.read(12, 1000) == BIG[12:1012]  # read ahead
+    with pytest.raises(Stale) as caught:
+        handle.read(PART, 10)
+    assert caught.value.errno == errno.ESTALE
+    assert fresh.read(98, 4) == b"\0\0" + BIG[100:102]  # nothing had been read of the version before
+
+
+def test_a_link_needs_no_credentials_and_ends(s3: FaultProxy, bucket: S3Store) -> None:
+    assert isinstance(bucket, Signing)
+    put(bucket, "tag/job/x", b"0123456789")
+    link = bucket.sign("tag/job/x", 60)
+    assert s3_kit.SECRET_KEY not in link
+    with urlopen(link) as answer:
+        assert answer.read() == b"0123456789"
+    with urlopen(Request(link, headers={"Range": "bytes=3-5"})) as answer:
+        assert answer.read() == b"345"
+    for wrong in (link.replace("/x?", "/y?"), link.partition("?")[0], link.replace("X-Amz-Expires=60", "X-Amz-Expires=6000")):
+        with pytest.raises(HTTPError, match="403"):
+            urlopen(wrong)
+    s3.clock = 61
+    with pytest.raises(HTTPError, match="403"):
+        urlopen(link)
+    assert bucket.sign("x", 60, "https://store.example").startswith(f"https://store.example/{bucket.address.bucket}/kept/here/x?")
+
+
+# The processes of a service have it by settings, readers elsewhere by AWS' own ways.
+@pytest.mark.parametrize("way", ["settings", "files", "toml", "aws", "profile"])
+def test_credentials_come_from_settings_or_from_where_aws_keeps_them(
+    s3: FaultProxy, bucket: S3Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str
+) -> None:
+    key, secret = s3_kit.ACCESS_KEY, s3_kit.SECRET_KEY
+    for name in s3_kit.ENVIRONMENT:
+        monkeypatch.delenv(name)
+    if way == "settings":
+        monkeypatch.setenv("MIDSTREAM_ARTIFACT_ACCESS_KEY", key)
+        monkeypatch.setenv("MIDSTREAM_ARTIFACT_SECRET_KEY", secret)
+    elif way == "files":
+        (tmp_path / "secret").write_text(secret + "\n")
+        monkeypatch.setenv("MIDSTREAM_ARTIFACT_ACCESS_KEY", key)
+        monkeypatch.setenv("MIDSTREAM_ARTIFACT_SECRET_KEY_FILE", str(tmp_path / "secret"))
+    elif way == "toml":
+        (tmp_path / "m.toml").write_text(f'artifact_access_key = "{key}"\nartifact_secret_key = "{secret}"\n')
+        monkeypatch.setenv("MIDSTREAM_CONFIG", str(tmp_path / "m.toml"))
+    elif way == "aws":
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    else:
+        (tmp_path / "credentials").write_text(f"[other]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+        monkeypatch.setenv("AWS_PROFILE", "other")
+    put(bucket, "x", b"1")
+    assert content(bucket, "x") == b"1"
+
+
+def test_half_of_a_pair_of_credentials_is_refused(bucket: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MIDSTREAM_ARTIFACT_SECRET_KEY")
+    with pytest.raises(SettingsError, match="belong together"):
+        bucket.stat("x")
+
+
+def test_captures_under_a_prefix_are_all_that_a_store_sees(s3: FaultProxy) -> None:
+    bucket = s3_kit.new_bucket()
+    mine, other = (open_store(s3_kit.uri(s3, bucket, prefix)) for prefix in ("a", "ab"))
+    write(mine, finished())
+    write(other, finished("job_y"))
+    mine.mark("job_x")
+    assert (mine.children(), other.marks(), open_store(s3_kit.uri(s3, bucket, "")).children()) == (["tag/"], [], ["a/", "ab/"])
+    mine.delete("tag/")
+    assert (mine.children(), other.children(), other.used() > 0) == ([], ["tag/"], True)
+
+
+@pytest.mark.parametrize("key", ["../x", "/x", "a/../../x", "", "."])
+def test_a_key_outside_the_store_is_refused(bucket: S3Store, key: str) -> None:
+    for ask in (bucket.stat, bucket.open, bucket.check, lambda key: put(bucket, key, b"1"), lambda key: bucket.sign(key, 1)):
+        with pytest.raises(ValueError, match="not inside"):
+            ask(key)
+
+
+def test_a_large_object_leaves_in_parts_and_is_not_held_in_memory(bucket: S3Store) -> None:
+    """192 MiB, appended in pieces of 4, from a process that holds none of it."""
+    program = f"""
+import resource, sys
+from midstream.storage.store import open_store
+writer = open_store({bucket.uri!r}).writer()
+writer.append("warm", [bytes({2 * PART})])
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+before = peak()
+for _ in range(48):
+    writer.append("large", [bytes(4 << 20)])
+writer.commit()
+print(peak() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert bucket.stat("large") == 192 << 20
+    assert int(done.stdout) < 130, "MiB"
