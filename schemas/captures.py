@@ -109,6 +109,7 @@ class ManifestFile(Record):
     dropped: list[int] = []
     images: list[ImageSpan] = []  # of the prompt: positions `[start, stop)` of each, in order
     non_finite: int = 0  # rows with values that are not finite
+    link: str | None = None  # the blob's bytes from the store itself, for some minutes and whoever has it; null: through the API alone
 
 
 class CaptureManifest(Record):
@@ -116,7 +117,7 @@ class CaptureManifest(Record):
 
     job: str
     status: CaptureStatus
-    root: str | None  # the capture root, for readers on the same machine
+    root: str | None  # the artifact store: a folder, for readers on the same machine, or a URI without credentials
     bytes: int
     rows: int
     files: list[ManifestFile]

@@ -192,7 +192,7 @@ class CaptureResults(Record):
     status: CaptureStatus
     job: str
     url: str | None = None  # where the manifest and the tensors are
-    root: str | None = None  # the capture root, for readers on the same machine
+    root: str | None = None  # the artifact store: a folder, for readers on the same machine, or a URI without credentials
     files: list[FileEntry] = []
     consumers: list[ConsumerReport] = []
     bytes: int = 0

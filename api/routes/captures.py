@@ -13,13 +13,14 @@ from litestar.response import Stream
 from ...broker.artifacts.headers import Place, place_in, read_headers
 from ...broker.ledger.captures import Captures, no_captures
 from ...broker.ledger.jobs import not_found
-from ...schemas.captures import CaptureManifest, CapturePage, ManifestFile
+from ...schemas.captures import SEGMENT_SUFFIX, CaptureManifest, CapturePage, ManifestFile
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.jobs import CaptureResults, FileEntry
 from ...schemas.keys import Caller
 from ...schemas.limits import MAX_COUNT, MAX_LAYER_TEXT, MAX_NAME, MAX_TAG
 from ...schemas.loras import LoraUse
 from ...schemas.selectors import ALIASES, joined
+from ...storage.store import Signing
 from ..context import AppContext, context_of
 from ..responses import packed
 from ..responses.outcome import capture_url, matches, result_of
@@ -92,6 +93,7 @@ def _described(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -
         ManifestFile(
             name=_name(entry),
             url=f"{capture_url(context, job_id)}/files/{_name(entry)}",
+            link=_link(context, entry),
             path=entry.path,
             offset=entry.offset,
             request=entry.request,
@@ -115,6 +117,14 @@ def _described(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -
     ]
     caveats = list(dict.fromkeys(caveat for header in headers for caveat in header.manifest.caveats))
     return files, caveats, next((header.manifest.lora for header in headers), None)
+
+
+def _link(context: AppContext, entry: FileEntry) -> str | None:
+    """Of an object that holds this blob alone: a link opens all of an object, and a segment has rows of others."""
+    settings, store = context.settings, context.store
+    if settings.artifact_links != "presigned" or not isinstance(store, Signing) or entry.path.endswith(SEGMENT_SUFFIX):
+        return None
+    return store.sign(entry.path, settings.artifact_link_s, settings.artifact_public_endpoint)
 
 
 @get(

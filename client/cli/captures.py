@@ -14,7 +14,7 @@ from ..render import jobs as show
 from . import options
 from .jobs import AsJson, JobId, Url, connect, out, print_list
 
-Source = Annotated[str, typer.Argument(metavar="JOB|FOLDER", help="A job's id, or a folder or file of captures.")]
+Source = Annotated[str, typer.Argument(metavar="JOB|FOLDER", help="A job's id, a folder or file of captures, or s3://bucket/prefix.")]
 Job = Annotated[str | None, typer.Option(help="Which job, if a folder has captures of several.")]
 Tag = Annotated[str | None, typer.Option(help="Which capture of the job; default: the job's own.")]
 Partial = Annotated[bool, typer.Option("--partial", help="Accept incomplete captures.")]
@@ -120,7 +120,9 @@ def capture_delete(
 
 
 def open_capture(source: str, url: str | None, job: str | None = None, tag: str | None = None, partial: bool = False) -> CaptureReader:
-    """A folder or file of captures when there is one of that name, else a job's captures through the API."""
+    """A store, a folder or a file of captures when there is one of that name, else a job's captures through the API."""
+    if "://" in source:
+        return CaptureReader(source, job, tag=tag, partial=partial)
     path = Path(source)
     if path.exists() or (path.parent / "segments").is_dir():  # a job stored in segments only has no folder
         return CaptureReader(path, job, tag=tag, partial=partial)

@@ -239,6 +239,9 @@ class Client(
         target = download.target_folder(folder)
         paths = []
         for file in manifest.files:
+            if (path := download.from_link(target, job_id, file)) is not None:
+                paths.append(path)
+                continue
             with self._http.stream("GET", wire.capture_path(job_id, "files", file.name)) as response:
                 if response.status_code >= 400:
                     response.read()
@@ -463,6 +466,9 @@ class AsyncClient(
         target = download.target_folder(folder)
         paths = []
         for file in manifest.files:
+            if (path := await asyncio.to_thread(download.from_link, target, job_id, file)) is not None:
+                paths.append(path)
+                continue
             response = await self._send(Call("GET", wire.capture_path(job_id, "files", file.name)))
             wire.raise_problem(response)
             paths.append(await asyncio.to_thread(download.save, target, job_id, file, [response.content]))

@@ -122,6 +122,7 @@ class ManifestFile(msgspec.Struct):
     bytes: int
     crc32: int
     offset: int = 0
+    link: str | None = None
 
 
 class Manifest(msgspec.Struct):

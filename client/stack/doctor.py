@@ -1,10 +1,11 @@
 """The checks of `midstream doctor`, each with advice.
 
-Redis is asked as an operator would ask it, the rest as it is seen from outside; nothing is changed.
+Redis is asked as an operator would ask it, the rest as it is seen from outside; nothing is left behind.
 """
 
 import asyncio
 import os
+import secrets
 import shutil
 import statistics
 import tempfile
@@ -21,6 +22,7 @@ from ...schemas.errors import STATUS_OF_KIND, MidstreamError
 from ...schemas.settings import Settings, SettingsError, is_loopback
 from ...schemas.status import Status
 from ...schemas.version import __version__
+from ...storage.store import open_store
 from ..sdk import wire
 from ..sdk.client import Client
 
@@ -37,6 +39,8 @@ SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
 DATE_SKEW_S = 3.0
 #: Milliseconds of a write with fsync: every group of capture files and receipts waits for some.
 FSYNC_WARN_MS, FSYNC_FAIL_MS = 20.0, 200.0
+#: The same of a bucket.
+STORE_WARN_MS = 2000.0
 FSYNCS, PINGS = 20, 20
 DISK_WARN, DISK_FAIL = 10 << 30, 1 << 30
 OUTBOX_WARN = 10_000
@@ -77,6 +81,7 @@ def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
     yield from _vllm(settings)
     yield from _extensions(settings)
     yield from _disk(Path(settings.data_dir).expanduser().resolve())
+    yield from _store(settings)
     yield from _keys(url, headers)
 
 
@@ -394,6 +399,38 @@ def _disk(data: Path) -> Iterator[Finding]:
     level = "fail" if middle > FSYNC_FAIL_MS else "warn" if middle > FSYNC_WARN_MS else "ok"
     advice = "" if level == "ok" else "receipts and captures wait for the disk: use a local SSD for data_dir"
     yield Finding(level, "disk fsync", f"median {middle:.2f} ms, maximum {max(took):.2f} ms in {len(took)} writes", advice)
+
+
+def _store(settings: Settings) -> Iterator[Finding]:
+    """A small object in a bucket, written, read and deleted; or the disk of a folder beside `data_dir`."""
+    if "://" not in settings.artifact_store:
+        if settings.artifact_store:
+            yield from _disk(Path(settings.artifact_store))
+        return
+    key = f".doctor/{secrets.token_hex(8)}"
+    try:
+        store = open_store(settings.artifacts)
+        store.prepare()
+        began = time.perf_counter()
+        writer = store.writer()
+        writer.append(key, [b"midstream"])
+        writer.commit()
+        took = (time.perf_counter() - began) * 1000
+        with store.open(key) as handle:
+            read = handle.read(0, 100)
+        store.delete(key)
+    except (OSError, ValueError, MidstreamError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        yield Finding("fail", "artifact store", reason, "docs/object-storage.md says what each reason means")
+        return
+    if read != b"midstream":
+        yield Finding("fail", "artifact store", f"{settings.artifacts} gives back other bytes than were written", "do not use it")
+        return
+    if settings.artifact_endpoint.startswith("http://") and not is_loopback(urlsplit(settings.artifact_endpoint).hostname or ""):
+        yield Finding("warn", "artifact store", f"{settings.artifact_endpoint} is not encrypted", "use https:// outside a private network")
+    level: Level = "warn" if took > STORE_WARN_MS else "ok"
+    advice = "receipts of captures wait for it: use a store that is nearer" if level == "warn" else ""
+    yield Finding(level, "artifact store", f"{settings.artifacts} holds an object after {took:.0f} ms", advice)
 
 
 def _fsyncs(folder: Path) -> list[float]:

@@ -122,6 +122,8 @@ def valid_for_every_profile(stack: Deployment, verdict: Verdict) -> None:
     for profiles in ("cpu", "gpu", "cpu,observe", "gpu,observe"):
         text = run(*stack.compose_command, "config", env={**stack.environment, "COMPOSE_PROFILES": profiles})
         verdict.check("midstream-service" in text, f"compose.yaml is valid with the profiles {profiles}")
+    minio = run(*stack.compose_command, "-f", "compose.yaml", "-f", "compose/minio.yaml", "config", env=stack.environment)
+    verdict.check(minio.count("MIDSTREAM_ARTIFACT_STORE") == 3, "compose/minio.yaml is valid with it")
 
 
 def contained(stack: Deployment, verdict: Verdict) -> None:

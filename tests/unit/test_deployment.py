@@ -14,12 +14,14 @@ from typing import Any
 
 import http_kit
 import pytest
+import yaml
 
 from midstream import __version__
 from midstream.broker import flower, health
 from midstream.broker.ledger import keys
 from midstream.client.stack.processes import wait_for
-from midstream.schemas.settings import Settings, SettingsError
+from midstream.schemas.settings import Settings, SettingsError, load_settings
+from midstream.storage.store import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -220,3 +222,22 @@ def test_the_check_of_a_worker_that_starts_waits_for_it(tmp_path: Path, monkeypa
     monkeypatch.setattr(health, "START_S", 0.0)
     (tmp_path / health.STARTING).touch()
     assert health.worker(Settings()) == "not yet"
+
+
+def test_the_file_for_minio_fits_the_services_their_settings_and_their_secrets(tmp_path: Path) -> None:
+    """Compose itself merges the two files; here their parts are compared."""
+    base, more = (yaml.safe_load((ROOT / name).read_text()) for name in ("compose.yaml", "compose/minio.yaml"))
+    added = {"minio", "minio-bucket"}
+    assert more["services"].keys() - added == {"api", "callbacks", "worker", "worker-gpu"} <= base["services"].keys()
+    subprocess.run([str(ROOT / "compose/secrets.sh"), str(tmp_path)], check=True, capture_output=True)
+    assert {Path(secret["file"]).name for secret in more["secrets"].values()} <= {path.name for path in tmp_path.iterdir()}
+    for name, service in more["services"].items():
+        assert set(service.get("networks", [])) <= base["networks"].keys()
+        assert service["secrets"] == ["minio_secret_key"]
+        if name in added:
+            continue
+        environment = {**service["environment"], "MIDSTREAM_ARTIFACT_SECRET_KEY_FILE": str(tmp_path / "minio_secret_key")}
+        environment["MIDSTREAM_ARTIFACT_PUBLIC_ENDPOINT"] = "http://127.0.0.1:9000"
+        settings = load_settings(environment)
+        assert open_store(settings.artifacts).link("x") == "s3://midstream/captures/x"
+        assert f"{settings.artifact_access_key}" == more["services"]["minio"]["environment"]["MINIO_ROOT_USER"]

@@ -12,7 +12,7 @@ from capture_kit import HIDDEN, finished, run_of, values, write
 
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.source_runs import RunFiles, RunRow, row_name, run_key
-from midstream.storage.store import open_store
+from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.runner.faults import Faults, answer
 from midstream.workers.runner.sites import Site
 from midstream.workers.runner.source_runs import RunStore
@@ -213,3 +213,12 @@ def test_a_run_is_lost_for_one_look_up_when_tests_ask_for_it(tmp_path: Path) -> 
     with pytest.raises(LookupError, match="is not on this rank"):
         store.row(name())
     assert store.row(name()).shape == (HIDDEN,)
+
+
+@pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
+def test_rows_of_a_run_are_read_from_every_store(store: ArtifactStore, layout: str) -> None:
+    wrote = write(store, finished(sites=SITES, dtype="float32", layout=layout))
+    runs = RunStore(store, [Site(hook, layer, "pair") for layer in range(4) for hook in HOOKS], HIDDEN)
+    runs.put(run_of(wrote, SITES))
+    for hook, layer in (("post_block", 2), ("post_block", 3), ("pre_attn", 2)):
+        np.testing.assert_array_equal(runs.rows(KEY, hook, layer, [0, 1, 2]).numpy(), values(hook, layer, [0, 1, 2]))  # type: ignore[arg-type]

@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import s3_kit
 import torch
 from memory_store import MemoryStore
 from plane_kit import Rig
 from rank_kit import HIDDEN, Request, stream_of
+from s3_kit import FaultProxy
 from safetensors.numpy import load_file
 
+from midstream.client import CaptureReader
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import StoredCapture
 from midstream.storage.file_store import FileDraft, FileStore
@@ -334,3 +337,19 @@ def test_a_capture_within_the_window_does_not_stream(rig: Rig) -> None:
     rig.step((short, 0, 4), (unbounded, 0, 20), new=[short, unbounded])
     assert [request_recording(rig, request).stream for request in (short, unbounded)] == [None, None]
     assert torch.is_tensor(request_recording(rig, unbounded).runs[0].step.slab)
+
+
+def test_a_long_capture_goes_to_a_bucket_from_a_scratch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: FaultProxy) -> None:
+    uri = s3_kit.uri(s3)
+    rig = narrow(tmp_path, monkeypatch, capture_root=uri)
+    request = long()
+    run(rig, request)
+    assert s3.count("PUT") == 0
+    rig.step(finished=[request])
+    (receipt,) = rig.receipts()
+    assert (receipt.status, receipt.files[0].rows) == ("ok", 49 * 12)
+    reader = CaptureReader(uri, f"j{request.number}")
+    for hook in HOOKS:
+        np.testing.assert_array_equal(reader.array(1, hook), stream_of(request.number, hook, 1, 0, request.total)[:49])
+    assert all(check.ok for check in reader.verify())
+    assert not [path for folder in ("captures", "spill") for path in (tmp_path / folder).rglob("*") if path.is_file()]

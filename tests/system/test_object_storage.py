@@ -1,0 +1,247 @@
+"""Are captures durable, readable and deletable when API, worker and callbacks share a bucket and no disk, whatever becomes of the bucket?
+
+The S3 server is moto, in this process, behind a proxy that checks signatures and injects faults. Everything but the model is real.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import s3_kit
+from s3_kit import FaultProxy
+from stack import Stack
+from typer.testing import CliRunner
+
+from midstream.broker.ledger.captures import Captures
+from midstream.broker.ledger.source_runs import SourceRuns
+from midstream.client import CaptureReader, Client
+from midstream.client.cli import main
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.jobs import State
+from midstream.schemas.selectors import HOOKS
+from midstream.schemas.source_runs import RunRow, row_name, run_key
+from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.storage.s3_store import S3Store, open_store
+from midstream.workers.fake.model import NUM_LAYERS, residual_rows
+
+PATIENCE_S = 60.0
+
+
+class Apart(Stack):
+    """Every process has a data directory of its own."""
+
+    def spawn(self, name: str, *, suffix: bool = True, **changed: Any) -> None:
+        folder = self.directory / name
+        folder.mkdir(exist_ok=True)
+        super().spawn(name, suffix=suffix, **({"data_dir": str(folder)} | changed))
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[FaultProxy]:
+    with pytest.MonkeyPatch.context() as patch, s3_kit.s3_server() as made:
+        for name, value in s3_kit.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def stack(proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    settings = {
+        "artifact_store": f"s3://{s3_kit.new_bucket()}/lab",
+        "artifact_endpoint": proxy.url,
+        "artifact_region": s3_kit.REGION,
+        "artifact_access_key": s3_kit.ACCESS_KEY,
+        "artifact_secret_key": s3_kit.SECRET_KEY,
+    }
+    with Apart(tmp_path_factory.mktemp("stack"), api=True, lease_s=4.0, **settings) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def healthy(proxy: FaultProxy) -> Iterator[None]:
+    yield
+    proxy.faults.clear()
+
+
+@pytest.fixture
+def client(stack: Apart) -> Iterator[Client]:
+    with Client(stack.url) as made:
+        yield made
+
+
+@pytest.fixture
+def bucket(stack: Apart) -> S3Store:
+    return open_store(stack.settings.artifacts)
+
+
+def capture(tag: str = "t", **changes: Any) -> StoredCapture:
+    return StoredCapture(**({"sites": {"post_block": [0, 1, 2, 3]}, "positions": "all_prompt", "tag": tag, "layout": "packed"} | changes))
+
+
+def check(reader: CaptureReader, requests: int = 1) -> None:
+    """Every row is the model's, and every file has its CRC32."""
+    assert reader.requests() == list(range(requests))
+    for request in range(requests):
+        for layer in reader.layers(request):
+            expected = residual_rows(layer, np.array(reader.positions(request)), np.array(reader.token_ids(request)))
+            np.testing.assert_array_equal(reader.array(layer, request=request), expected)
+    assert all(each.ok for each in reader.verify())
+
+
+def await_that(true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
+def test_captures_come_back_by_link_through_the_api_and_from_the_bucket(
+    stack: Apart, client: Client, proxy: FaultProxy, bucket: S3Store, layout: str, tmp_path: Path
+) -> None:
+    job = stack.submit(["one", "three"], capture=capture(layout.replace("_", "-"), layout=layout))
+    assert stack.wait(job).state is State.SUCCEEDED
+    manifest = httpx.get(f"{stack.url}/v1/captures/{job}").json()
+    assert s3_kit.SECRET_KEY not in str(manifest)
+    links = [file["link"] for file in manifest["files"]]
+    assert [link is None for link in links] == [layout == "segment"] * len(links), "a link to a segment would open other jobs' rows"
+    proxy.seen.clear()
+    check(client.capture(job), requests=2)
+    assert proxy.count(r"^GET .*X-Amz-Signature") == (0 if layout == "segment" else len(links))
+    proxy.fault("503", "X-Amz-Signature")
+    check(client.capture(job, tmp_path / "fallback"), requests=2)
+    check(CaptureReader(bucket.uri, job), requests=2)
+    shown = CliRunner().invoke(main.app, ["capture", "verify", bucket.uri, "--job", job])
+    assert shown.exit_code == 0, shown.output
+    assert not list(stack.directory.rglob("*.safetensors")), "nothing of it is on a disk"
+    for name in ("worker", "api", "callbacks"):
+        assert s3_kit.SECRET_KEY not in stack.log(name)
+
+
+def test_a_job_is_held_until_its_capture_is_durable(stack: Apart, proxy: FaultProxy, bucket: S3Store) -> None:
+    proxy.fault("slow", r"PUT .*/held/.*\.safetensors", times=1, seconds=3.0)
+    began = time.monotonic()
+    job = stack.submit(["one"], capture=capture("held"))
+    await_that(lambda: proxy.faults[0].seen == 1, "the upload begins")
+    view = stack.view(job)
+    assert (view.state, view.capture_status, bucket.children("held/")) == (State.RUNNING, "pending", [])
+    view = stack.wait(job)
+    assert (view.state, view.capture_status, time.monotonic() - began >= 3.0) == (State.SUCCEEDED, "ok", True)
+    assert len(bucket.children(f"held/{job}/")) == 2
+
+
+def test_rows_of_a_source_run_are_patched_from_the_bucket(stack: Apart) -> None:
+    everywhere = capture(sites={hook: list(range(NUM_LAYERS)) for hook in HOOKS})
+    run = stack.submit(["The Eiffel Tower is in the city of"], max_tokens=1, capture=everywhere, run="paris")
+    assert stack.wait(run).state is State.SUCCEEDED
+    row = row_name(RunRow(run_key(run, 0, "t"), "post_block", 2, 3))
+    edit = StoredSteering(layers=[2], hook="post_block", positions=[3], family="replace", tensors=[row], numbers=[1.0])
+    job = stack.submit(["The Colosseum"], steering=[edit], runs={"paris": run})
+    assert stack.wait(job).state is State.SUCCEEDED
+    told = stack.result(job).determinism
+    assert told is not None
+    assert told.consistent
+    stack.do(lambda ledger: SourceRuns(ledger).delete("paris"))
+
+
+@pytest.mark.parametrize("layout", ["packed", "segment"])
+def test_a_deleted_capture_is_gone_from_the_bucket_for_links_and_readers(
+    stack: Apart, client: Client, bucket: S3Store, layout: str
+) -> None:
+    job, other = (stack.submit(["one"], capture=capture("gone", layout=layout)) for _ in range(2))
+    for each in (job, other):
+        assert stack.wait(each).state is State.SUCCEEDED
+    link = httpx.get(f"{stack.url}/v1/captures/{job}").json()["files"][0]["link"]
+    client.delete_capture(job)
+    assert httpx.get(f"{stack.url}/v1/captures/{job}").status_code == 410
+    assert link is None or httpx.get(link).status_code == 404
+    with pytest.raises(MidstreamError) as caught:
+        CaptureReader(bucket, job)
+    assert caught.value.kind in ("gone", "not_found")
+    assert bucket.children(f"gone/{job}/") == []
+    check(client.capture(other))
+
+
+def test_expired_captures_are_removed_by_the_callbacks_process(stack: Apart, bucket: S3Store) -> None:
+    jobs = [stack.submit(["one"], capture=capture("passing", layout=layout)) for layout in ("packed", "segment")]
+    assert [stack.wait(job).state for job in jobs] == [State.SUCCEEDED] * 2
+    stack.end("callbacks")
+    stack.restart("callbacks", capture_ttl_s=1)
+    await_that(lambda: bucket.children("passing/") == [], "expired captures are removed")
+    assert not stack.do(lambda ledger: Captures(ledger).list()).captures
+    stack.end("callbacks")
+    stack.restart("callbacks")
+
+
+@pytest.mark.parametrize("when", [r"PUT .*\.safetensors", r"PUT .*\.json", r"HEAD .*\.safetensors"])
+def test_a_worker_killed_during_an_upload_loses_nothing(
+    stack: Apart, client: Client, proxy: FaultProxy, bucket: S3Store, when: str
+) -> None:
+    fault = proxy.fault("slow", when.replace(" .*", " .*/killed/.*"), times=1, seconds=5.0)
+    job = stack.submit(["one", "three"], capture=capture("killed"))
+    await_that(lambda: fault.seen == 1, "the upload begins")
+    stack.kill("worker")
+    stack.restart("worker")
+    assert stack.wait(job).state is State.SUCCEEDED
+    check(client.capture(job), requests=2)
+    check(CaptureReader(bucket, job), requests=2)
+    client.delete_capture(job)
+    await_that(lambda: bucket.children(f"killed/{job}/") == [], "what both attempts left is deleted")
+
+
+def test_a_store_that_is_away_for_seconds_costs_time_alone(stack: Apart, client: Client, proxy: FaultProxy) -> None:
+    proxy.stop()
+    try:
+        job = stack.submit(["one"], capture=capture("blip"))
+        time.sleep(1.5)
+    finally:
+        proxy.start()
+    assert stack.wait(job).state is State.SUCCEEDED
+    check(client.capture(job))
+
+
+def test_a_store_that_is_away_stops_captures_with_its_reason_until_it_is_back(stack: Apart, client: Client, proxy: FaultProxy) -> None:
+    body = {"model": "fake-model", "prompts": ["one"], "capture": {"layers": [1], "tag": "away"}}
+    proxy.keys = {s3_kit.ACCESS_KEY: "rotated"}
+    try:
+        await_that(lambda: httpx.post(f"{stack.url}/v1/jobs", json=body).status_code == 503, "captures are rejected")
+        detail = httpx.post(f"{stack.url}/v1/jobs", json=body).json()["detail"]
+        assert "the secret key does not belong to the access key" in detail
+        await_that(lambda: not stack.do(lambda ledger: ledger.workers())[0].healthy, "the worker is unhealthy")
+        waiting = stack.submit(["one"], capture=capture("away"))
+        time.sleep(2.0)
+        assert stack.view(waiting).state is State.QUEUED
+    finally:
+        proxy.keys = {s3_kit.ACCESS_KEY: s3_kit.SECRET_KEY}
+    assert stack.wait(waiting).state is State.SUCCEEDED
+    check(client.capture(waiting))
+    await_that(lambda: httpx.post(f"{stack.url}/v1/jobs", json=body).status_code == 202, "captures are accepted again")
+
+
+def test_an_upload_that_is_refused_fails_its_job_alone(stack: Apart, proxy: FaultProxy) -> None:
+    proxy.fault("403 AccessDenied", "PUT .*/refused/")
+    jobs = [stack.submit(["one"], capture=capture(tag)) for tag in ("refused", "accepted")]
+    refused, accepted = (stack.wait(job) for job in jobs)
+    assert (refused.state, accepted.state) == (State.FAILED, State.SUCCEEDED)
+    assert refused.error is not None
+    assert "these credentials do not allow it" in refused.error.detail
+
+
+def test_links_through_the_api_alone_and_a_quota(stack: Apart, client: Client, bucket: S3Store) -> None:
+    """Both are settings of the API: it is started with others."""
+    job = stack.submit(["one"], capture=capture("private"))
+    assert stack.wait(job).state is State.SUCCEEDED
+    stack.end("api")
+    stack.restart("api", artifact_links="api", capture_quota_mib=1)
+    assert [file["link"] for file in httpx.get(f"{stack.url}/v1/captures/{job}").json()["files"]] == [None]
+    check(client.capture(job))
+    writer = bucket.writer()
+    writer.append("large/object", [bytes(1 << 20)])
+    writer.commit()
+    body = {"model": "fake-model", "prompts": ["one"], "capture": {"layers": [1]}}
+    await_that(lambda: "capture_quota_mib" in httpx.post(f"{stack.url}/v1/jobs", json=body).text, "the quota is used up")
+    bucket.delete("large/")
