@@ -8,8 +8,8 @@ import msgspec
 from zlib_ng import zlib_ng
 
 from ..schemas.blobs import DTYPE_NAMES, DamagedBlob, encode_header
-from ..schemas.captures import BlobEntry, Manifest, index_of
-from .store import Adopting, ArtifactStore, Buffer, Draft, Segment
+from ..schemas.captures import SEGMENTS, BlobEntry, Manifest, index_of
+from .store import Adopting, ArtifactStore, Buffer, Draft, Referring, Segment
 
 #: Blobs in a segment begin at multiples of this: each can be mapped alone, and a deleted one leaves no block half used.
 SEGMENT_ALIGNMENT = 4096
@@ -99,6 +99,13 @@ def read_entries(store: ArtifactStore, index: str, jobs: Collection[str] | None 
             yield msgspec.json.decode(line, type=BlobEntry)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DamagedBlob(f"{index.rpartition('/')[2]} has an invalid line: {error}") from error
+
+
+def indices(store: ArtifactStore, tag: str, job: str) -> list[str]:
+    """The keys of the indices under a tag that may name blobs of the job. Raises OSError."""
+    if isinstance(store, Referring):
+        return [index_of(segment) for segment in store.segments(job) if segment.startswith(f"{tag}/")]
+    return [key for key in store.children(f"{tag}/{SEGMENTS}/") if key.endswith(".jsonl")]
 
 
 def _lines(store: ArtifactStore, index: str) -> Iterator[bytes]:

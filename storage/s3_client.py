@@ -29,7 +29,7 @@ CONNECT_S, REQUEST_S, RETRIES, RETRY_S = 5, 60, 10, 30
 #: Of a test write: who asks waits for it.
 PROBE_S = 5
 #: Requests of this process at a time, over all its stores.
-REQUESTS = 16
+REQUESTS = 32
 
 #: Code of S3, or status → error number, and what to tell people.
 _REASONS: dict[str, tuple[int, str]] = {

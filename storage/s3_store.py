@@ -7,6 +7,7 @@ empty object `.deleted/<name>`. Names that begin with a dot are not listed. See 
 
 import errno
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import obstore
 
-from ..schemas.captures import index_of
+from ..schemas.captures import SEGMENTS, index_of
 from ..schemas.disk import disk_trouble
 from ..schemas.faults import crash_point
 from .s3_client import Address, Stale, client, explained, together
@@ -26,12 +27,15 @@ from .store import Buffer, NotInPlaceError, check_key
 
 T = TypeVar("T")
 
-DELETED, PROBE = ".deleted", ".probe"
+#: Folders of marks, and of references: an empty object `.segments/<job>/<tag>/<segment>` for each segment with blobs of a job.
+DELETED, REFERENCES, PROBE = ".deleted", ".segments", ".probe"
+_JOB = re.compile(rb'"job":"([^"\\/]+)"')
 #: Bytes of a part of an upload or a download; S3 takes 10,000 parts, so that an object has 80 GiB at most.
 PART, MAX_PARTS = 8 << 20, 10_000
 #: Parts of one object: under way at a time, and waiting.
 _UNDER_WAY, _WAITING = 4, 2
-#: A read fetches at least this much, so that a header, or a small blob, is one request and one version of its object.
+#: A read fetches at least this much, so that a header, or a small blob, is one request and one version of its object; one that goes
+#: on where the last one ended fetches a part.
 _READ_AHEAD = 256 << 10
 #: What changes while it is read or erased is tried again this often.
 _TRIES = 10
@@ -133,7 +137,14 @@ class S3Store:
             obstore.put(self.client, check_key(f"{DELETED}/{name}"), b"", use_multipart=False)
 
     def unmark(self, name: str) -> None:
+        self.delete(f"{REFERENCES}/{name}/")
         self.delete(f"{DELETED}/{name}")
+
+    def segments(self, job: str) -> list[str]:
+        folder = check_key(f"{REFERENCES}/{job}")
+        with explained(self.address):
+            paths = [each["path"] for batch in obstore.list(self.client, folder, chunk_size=1000) for each in batch]
+        return sorted(f"{tag}/{SEGMENTS}/{name}" for tag, name in (path.split("/")[-2:] for path in paths))
 
     def marked(self, name: str) -> bool:
         try:
@@ -201,7 +212,8 @@ class S3Handle:
         if count <= 0:
             return b""
         if not (self._start <= start and start + count <= self._start + len(self._ahead)):
-            self._start, self._ahead = start, self._fetched(start, max(count, min(_READ_AHEAD, self.size - start)))
+            goes_on = self._begun and start == self._start + len(self._ahead)
+            self._start, self._ahead = start, self._fetched(start, max(count, PART if goes_on else _READ_AHEAD))
         return bytes(self._ahead[start - self._start :][:count])
 
     def view(self) -> memoryview:
@@ -335,7 +347,7 @@ class S3Writer:
         _each(_Upload.complete, [each for each in uploads if each.key not in indices])
         crash_point("capture.renamed")
         _each(_Upload.complete, [each for each in uploads if each.key in indices])
-        _each(_Upload.confirm, uploads)
+        _each(_Upload.confirm, [each for each in uploads if each.size])
         self._uploads.clear()
 
     def abort(self) -> None:
@@ -360,6 +372,9 @@ class S3Segment:
         writer = self._store.writer()
         try:
             writer.append(self.key, data)
+            tag, _, name = self.key.partition(f"/{SEGMENTS}/")
+            for job in sorted(set(_JOB.findall(index))):  # before the index, so that a deletion finds what is in it
+                writer.append(f"{REFERENCES}/{job.decode()}/{tag}/{name}", [])
             writer.append(index_of(self.key), [index])
             self.size = sum(map(len, data))
             writer.commit()

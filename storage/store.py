@@ -100,6 +100,14 @@ class Signing(Protocol):
         """A URL at which whoever has it reads the object for so long. `endpoint`: how they reach the store, if not as we do."""
 
 
+@runtime_checkable
+class Referring(Protocol):
+    """What a store may be able to do besides: know the segments of a job without reading the index of each."""
+
+    def segments(self, job: str) -> list[str]:
+        """The keys of those that hold blobs of the job, or may; sorted. Forgotten by `unmark(job)`. Raises OSError."""
+
+
 class Segment(Protocol):
     """An object that many blobs share and its index (`index_of(key)`), created with this. Belongs to one thread of one process."""
 

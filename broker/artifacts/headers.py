@@ -1,16 +1,17 @@
 """Headers of a job's capture blobs, at the places that receipts name, or found in the store."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ...schemas.blobs import DamagedBlob, Header, read_header
-from ...schemas.captures import SEGMENTS, BlobEntry, path_fault
+from ...schemas.captures import BlobEntry, path_fault
 from ...schemas.errors import MidstreamError
 from ...schemas.jobs import FileEntry
 from ...schemas.receipts import CapturedFile
-from ...storage.blobs import read_entries
+from ...storage.blobs import indices, read_entries
 from ...storage.store import ArtifactStore, Handle
 from .retention import gone
 
@@ -56,9 +57,12 @@ def read_headers(store: ArtifactStore, job: str, places: Sequence[Place]) -> lis
     """
     found = []
     try:
-        for place in places:
-            with explained(job, place), store.open(place.key) as handle:
-                found.append(header_of(handle, place))
+        for key, group in itertools.groupby(places, key=lambda place: place.key):
+            first, *others = group
+            with explained(job, first), store.open(key) as handle:
+                for place in (first, *others):
+                    with explained(job, place):
+                        found.append(header_of(handle, place))
     finally:
         must_be_there(store, job)  # says more than that a file is not there
     return found
@@ -70,19 +74,20 @@ def find_entries(store: ArtifactStore, job: str, tag: str) -> list[tuple[str, Bl
     Raises MidstreamError: `gone` when they were deleted, `capture_damaged` or `capture_failed` for a manifest that cannot be read.
     """
     found: list[tuple[str, BlobEntry]] = []
-    for folder, suffix in ((f"{tag}/{job}/", ".json"), (f"{tag}/{SEGMENTS}/", ".jsonl")):
-        for index in store.children(folder):
-            if not index.endswith(suffix):
-                continue
-            name = index.removeprefix(folder)
-            try:
-                found += [(folder + entry.file, entry) for entry in read_entries(store, index, {job})]
-            except FileNotFoundError:
-                continue  # removed since it was listed
-            except DamagedBlob as error:
-                raise MidstreamError("capture_damaged", f"the manifest {name} cannot be read: {error}") from error
-            except OSError as error:
-                raise MidstreamError("capture_failed", f"the manifest {name} cannot be read: {error}") from error
+    try:
+        listed = [key for key in store.children(f"{tag}/{job}/") if key.endswith(".json")] + indices(store, tag, job)
+    except OSError as error:
+        raise MidstreamError("capture_failed", f"the captures of job {job} cannot be listed: {error}") from error
+    for index in listed:
+        folder, _, name = index.rpartition("/")
+        try:
+            found += [(f"{folder}/{entry.file}", entry) for entry in read_entries(store, index, {job})]
+        except FileNotFoundError:
+            continue  # removed since it was listed
+        except DamagedBlob as error:
+            raise MidstreamError("capture_damaged", f"the manifest {name} cannot be read: {error}") from error
+        except OSError as error:
+            raise MidstreamError("capture_failed", f"the manifest {name} cannot be read: {error}") from error
     must_be_there(store, job)
     return found
 

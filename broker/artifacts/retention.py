@@ -9,14 +9,14 @@ job: see `captures`. Several may delete concurrently.
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ...schemas.blobs import DamagedBlob
 from ...schemas.captures import SEGMENT_SUFFIX, SEGMENTS, BlobEntry, index_of
 from ...schemas.errors import MidstreamError
 from ...storage.blobs import read_entries
-from ...storage.store import ArtifactStore
+from ...storage.store import ArtifactStore, Referring
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +98,9 @@ def delete(store: ArtifactStore, jobs: Collection[str], keep: Collection[str] = 
             for tag in tags:
                 store.delete(f"{tag}{job}/")
     busy: set[str] = set()
-    for tag in tags:
-        for segment in store.children(f"{tag}{SEGMENTS}/"):
-            if segment.endswith(SEGMENT_SUFFIX):
-                with _noted(failed, marked):
-                    busy |= _empty(store, segment, frozenset(marked))
+    for segment in _segments(store, tags, marked, failed):
+        with _noted(failed, marked):
+            busy |= _empty(store, segment, frozenset(marked))
     for job in marked:
         if job not in failed and job not in busy and job not in keep:
             with _noted(failed, [job]):
@@ -112,6 +110,19 @@ def delete(store: ArtifactStore, jobs: Collection[str], keep: Collection[str] = 
         job, first = next(iter(failed.items()))
         raise RemovalError(f"{len(failed)} of {len(jobs)} jobs, the first of them {job}: {first}", done)
     return done
+
+
+def _segments(store: ArtifactStore, tags: Sequence[str], jobs: Sequence[str], failed: dict[str, OSError]) -> Iterator[str]:
+    """Those that may hold blobs of the jobs: all, where the store does not know."""
+    if isinstance(store, Referring):
+        found: set[str] = set()
+        for job in jobs:
+            with _noted(failed, [job]):
+                found.update(store.segments(job))
+        yield from sorted(found)
+        return
+    for tag in tags:
+        yield from (key for key in store.children(f"{tag}{SEGMENTS}/") if key.endswith(SEGMENT_SUFFIX))
 
 
 @contextmanager

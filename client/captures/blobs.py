@@ -13,10 +13,10 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from ...schemas.blobs import DamagedBlob, DeletedBlob, Header, read_header
-from ...schemas.captures import SEGMENT_SUFFIX, SEGMENTS, index_of
+from ...schemas.captures import SEGMENT_SUFFIX, index_of
 from ...schemas.dtypes import DTYPE_OF_FILE, DTYPES, widened
 from ...schemas.errors import MidstreamError, invalid
-from ...storage.blobs import read_entries
+from ...storage.blobs import indices, read_entries
 from ...storage.store import ArtifactStore, open_store
 
 
@@ -194,9 +194,7 @@ def _loose(store: ArtifactStore, folder: str) -> list[Place]:
 
 
 def _in_segments(store: ArtifactStore, tag: str, job: str) -> Iterator[Place]:
-    for index in store.children(f"{tag}/{SEGMENTS}/"):
-        if not index.endswith(".jsonl"):
-            continue
+    for index in indices(store, tag, job):
         try:
             yield from _of_segment(store, index, job)
         except FileNotFoundError:  # removed since it was listed, so nothing of this job is left in it

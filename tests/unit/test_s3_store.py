@@ -21,6 +21,7 @@ import s3_kit
 from capture_kit import filesystem, finished, write
 from s3_kit import FaultProxy
 
+from midstream.broker.artifacts import retention
 from midstream.client import CaptureReader
 from midstream.schemas.settings import SettingsError
 from midstream.storage import s3_client
@@ -335,3 +336,25 @@ print(peak() - before)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
     assert bucket.stat("large") == 192 << 20
     assert int(done.stdout) < 130, "MiB"
+
+
+def test_a_deletion_reads_the_segments_of_its_job_alone(s3: FaultProxy, bucket: S3Store) -> None:
+    for n in range(6):
+        write(bucket, finished(f"job_{n}"), finished("job_x") if n == 3 else finished("job_y"), owner=f"w.{n}")
+    assert bucket.segments("job_x") == ["tag/segments/w.3-0.0.seg"]
+    s3.seen.clear()
+    assert retention.delete(bucket, ["job_x"], keep=["job_x"]) == ["job_x"]
+    assert set(re.findall(r"GET \S*/tag/segments/([^/?]+\.seg)", "\n".join(s3.seen))) == {"w.3-0.0.seg"}
+    assert bucket.segments("job_x") != []  # until the deletion is over, for what comes late
+    assert retention.delete(bucket, ["job_x"]) == ["job_x"]
+    assert bucket.segments("job_x") == []
+    s3.seen.clear()
+    assert CaptureReader(bucket, "job_3").requests() == [0]
+    assert s3.count(r"GET .*\.jsonl") == 1
+
+
+def test_a_segment_is_referred_to_before_its_index_is_there(s3: FaultProxy, bucket: S3Store) -> None:
+    s3.fault("403 AccessDenied", r"PUT .*\.segments/")
+    (outcome,) = filesystem(bucket).consume([finished()])
+    assert "do not allow" in outcome.error
+    assert s3.count(r"PUT .*\.jsonl") == 0
