@@ -50,6 +50,7 @@ _REASONS: dict[str, tuple[int, str]] = {
     "SlowDown": (errno.EBUSY, "it asks to slow down"),
     "503": (errno.EBUSY, "it is not available"),
     "507": (errno.ENOSPC, "it is full"),
+    "416": (errno.ERANGE, "the object does not reach so far"),
     "401": (errno.EACCES, "it refuses the credentials"),
     "403": (errno.EACCES, "it refuses the credentials"),
     "429": (errno.EBUSY, "it asks to slow down"),

@@ -10,7 +10,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +26,7 @@ from .s3_client import Address, Stale, client, explained, together
 from .store import Buffer, NotInPlaceError, check_key
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 #: Folders of marks, and of references: an empty object `.segments/<job>/<tag>/<segment>` for each segment with blobs of a job.
 DELETED, REFERENCES, PROBE = ".deleted", ".segments", ".probe"
@@ -159,6 +160,9 @@ class S3Store:
             found = obstore.list_with_delimiter(self.client, DELETED)
         return sorted(each["path"].rpartition("/")[2] for each in found["objects"])
 
+    def together(self, action: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        return together(action, items)
+
     @property
     def client(self) -> Any:
         return client(self.address)
@@ -202,10 +206,22 @@ class S3Handle:
     """One version of an object. Until something was read it may become a later one."""
 
     def __init__(self, store: S3Store, key: str) -> None:
-        self._store, self._key = store, key
-        self.size, self._tag = store.head(key)
-        self._start, self._ahead = 0, memoryview(b"")
-        self._begun = False
+        self._store, self._key = store, check_key(key)
+        self._start, self._ahead, self._begun = 0, memoryview(b""), False
+        self._look()
+
+    def _look(self) -> None:
+        """At the size and the version, and at the beginning, for it is one request."""
+        try:
+            with explained(self._store.address, self._key):
+                found = obstore.get(self._store.client, self._key, options={"range": (0, _READ_AHEAD)})
+                self.size, self._tag, content = found.meta["size"], found.meta["e_tag"] or "", found.bytes()
+        except OSError as error:
+            if error.errno != errno.ERANGE:
+                raise
+            (self.size, self._tag), content = self._store.head(self._key), obstore.Bytes(b"")  # it is empty
+        if len(content) == min(self.size, _READ_AHEAD):
+            self._start, self._ahead = 0, memoryview(content)
 
     def read(self, start: int, count: int) -> bytes:
         count = min(count, self.size - start)
@@ -214,12 +230,14 @@ class S3Handle:
         if not (self._start <= start and start + count <= self._start + len(self._ahead)):
             goes_on = self._begun and start == self._start + len(self._ahead)
             self._start, self._ahead = start, self._fetched(start, max(count, PART if goes_on else _READ_AHEAD))
+        self._begun = True
         return bytes(self._ahead[start - self._start :][:count])
 
     def view(self) -> memoryview:
         """In memory."""
         if len(self._ahead) != self.size:
             self._start, self._ahead = 0, self._fetched(0, self.size)
+        self._begun = True
         return self._ahead.toreadonly()
 
     def _fetched(self, start: int, count: int) -> memoryview:
@@ -230,9 +248,8 @@ class S3Handle:
             except Stale:
                 if self._begun:
                     raise
-                self.size, self._tag = self._store.head(self._key)
+                self._look()
             else:
-                self._begun = True
                 return found
         raise Stale(errno.ESTALE, "the object is being changed by other processes", self._key)
 

@@ -6,14 +6,16 @@ raises: FileNotFoundError for a key that is not there, PermissionError, and so o
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import PurePath
 from types import TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, Self, TypeVar, runtime_checkable
 
+T = TypeVar("T")
+R = TypeVar("R")
 Buffer = bytes | bytearray | memoryview
 
 _SCHEME = re.compile(r"([a-z][a-z0-9]*)://")
@@ -98,6 +100,14 @@ class Signing(Protocol):
 
     def sign(self, key: str, seconds: int, endpoint: str = "") -> str:
         """A URL at which whoever has it reads the object for so long. `endpoint`: how they reach the store, if not as we do."""
+
+
+@runtime_checkable
+class Distant(Protocol):
+    """What a store may be able to do besides: read many objects at once, because each answer takes its time."""
+
+    def together(self, action: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """`action` on each, concurrently. Raises the first error, when none runs any more. Not to be called by an `action`."""
 
 
 @runtime_checkable

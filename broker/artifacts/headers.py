@@ -12,7 +12,7 @@ from ...schemas.errors import MidstreamError
 from ...schemas.jobs import FileEntry
 from ...schemas.receipts import CapturedFile
 from ...storage.blobs import indices, read_entries
-from ...storage.store import ArtifactStore, Handle
+from ...storage.store import ArtifactStore, Distant, Handle
 from .retention import gone
 
 #: Why the blobs of a job cannot be read.
@@ -50,22 +50,25 @@ def place_in(store: ArtifactStore, job: str, request: int, file: FileEntry | Cap
 
 
 def read_headers(store: ArtifactStore, job: str, places: Sequence[Place]) -> list[Header]:
-    """What all of a job's blobs say of themselves; one file is open at a time, for there may be thousands.
+    """What all of a job's blobs say of themselves; on a disk one file is open at a time, for there may be thousands.
 
     Raises MidstreamError: `gone` when one is not there any more, `capture_damaged` for one that is not what was written,
     `capture_failed` for another job's and when the disk refuses.
     """
-    found = []
+
+    def read(group: Sequence[Place]) -> list[Header]:
+        found = []
+        with explained(job, group[0]), store.open(group[0].key) as handle:
+            for place in group:
+                with explained(job, place):
+                    found.append(header_of(handle, place))
+        return found
+
+    groups = [list(group) for _, group in itertools.groupby(places, key=lambda place: place.key)]
     try:
-        for key, group in itertools.groupby(places, key=lambda place: place.key):
-            first, *others = group
-            with explained(job, first), store.open(key) as handle:
-                for place in (first, *others):
-                    with explained(job, place):
-                        found.append(header_of(handle, place))
+        return list(itertools.chain.from_iterable(store.together(read, groups) if isinstance(store, Distant) else map(read, groups)))
     finally:
         must_be_there(store, job)  # says more than that a file is not there
-    return found
 
 
 def find_entries(store: ArtifactStore, job: str, tag: str) -> list[tuple[str, BlobEntry]]:
