@@ -33,8 +33,9 @@ class Place:
 
     @property
     def path(self) -> Path:
-        """For people, and for programs where the store is a local folder."""
-        return Path((self.store and self.store.link(self.key)) or self.key)
+        """For people, and for programs where the store is a local folder. In a bucket: the key, for a URI is no path."""
+        link = self.store and self.store.link(self.key)
+        return Path(link if link and "://" not in link else self.key)
 
     @property
     def in_segment(self) -> bool:

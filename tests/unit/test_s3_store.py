@@ -360,3 +360,23 @@ def test_a_segment_is_referred_to_before_its_index_is_there(s3: FaultProxy, buck
     (outcome,) = filesystem(bucket).consume([finished()])
     assert "do not allow" in outcome.error
     assert s3.count(r"PUT .*\.jsonl") == 0
+
+
+@pytest.mark.parametrize(("when", "left"), [("PUT .*partNumber=2", []), (r"PUT .*\.json", ["tag/job/x.safetensors"])])
+def test_a_process_killed_during_an_upload_leaves_no_index_and_no_half(s3: FaultProxy, bucket: S3Store, when: str, left: list[str]) -> None:
+    fault = s3.fault("slow", when, times=1, seconds=20.0)
+    program = f"""
+from midstream.storage.store import open_store
+writer = open_store({bucket.uri!r}).writer()
+writer.append("tag/job/x.safetensors", [bytes({len(BIG)})])
+writer.append("tag/job/x.json", [b"index"])
+writer.commit()
+"""
+    with subprocess.Popen([sys.executable, "-c", program]) as writer:
+        while fault.seen == 0:
+            assert writer.poll() is None
+            time.sleep(0.02)
+        writer.kill()
+    assert bucket.children("tag/job/") == left
+    put(bucket, "tag/job/x.safetensors", BIG)
+    assert content(bucket, "tag/job/x.safetensors") == BIG
