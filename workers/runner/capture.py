@@ -142,8 +142,12 @@ class Recording:
     prepared: Any = None  # see `FinishedCapture`
     columns: Columns | None = None  # of the rows; None: those of the residual bank
     bank: str = RESIDUAL
+    wants: bytes = b""  # names `mask`: recordings with the same one are planned together
     _moving: tuple[int, "Future[list[Extent]]"] | None = None  # runs up to this one are being copied
     _compacted: int = 0  # so many of `runs` are copies already
+
+    def __post_init__(self) -> None:
+        self.wants = self.mask.tobytes()
 
     @classmethod
     def of(cls, capture: StoredCapture, ports: Ports) -> "Recording | None":
@@ -202,7 +206,7 @@ class Recording:
 
     def discard(self, stop: int) -> None:
         """Let go of the runs that end at or before position `stop`: their rows are scored."""
-        self.runs = [run for run in self.runs if run.positions.stop > stop]
+        self.runs = [run for run in self.runs if run.first_position + run.count > stop]
         self.recorded = sum(run.count for run in self.runs)
         self._moving, self._compacted = None, 0
 
@@ -244,6 +248,11 @@ class Recording:
             selection = self._selected(owners)
             assert selection is not None, "a run has positions"
             self._moving = taken, mover.submit(selection.copy)
+
+    @property
+    def settles(self) -> bool:
+        """Whether copies of its runs are made that have not taken their place."""
+        return self._moving is not None and self._moving[1].done()
 
     def settle(self) -> None:
         """Replace runs by their copies, if those are made. Raises what the copying raised."""

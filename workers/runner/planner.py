@@ -8,7 +8,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -78,18 +78,39 @@ class Tracked:
         return self.gates.among(row.gate, positions) if self.gates is not None else []
 
 
-_NONE = np.zeros(0, dtype=np.int64)
 _PORT_COLUMNS = [*columns.BEFORE, *columns.AFTER]
+_COUNT_COLUMNS = [columns.BEFORE.COUNT, columns.AFTER.COUNT]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The rows of one request that one of its recordings wants of this step."""
+    """Positions of one request that one of its recordings wants of this step, all of them in a row."""
 
     request: str
     recording: Recording
-    positions: np.ndarray  # int64 ascending
-    tokens: np.ndarray  # the same as rows of the batch
+    first_position: int
+    first_token: int  # the same as a row of the batch
+    count: int
+
+
+@lru_cache(maxsize=64)
+def _patterns_of(masks: tuple[bytes, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Of groups that want these ports: which groups are in each pattern, bool `[groups, patterns]`; the pattern of each port.
+
+    The steps of a request want the same ports one after the other.
+    """
+    members, pattern = np.unique(np.stack([np.frombuffer(mask, dtype=bool) for mask in masks]), axis=1, return_inverse=True)
+    return members, pattern.reshape(-1)
+
+
+def _numbers(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    """The numbers from each first on, so many of each: sorted, and each once."""
+    if len(firsts) == 1:
+        return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
+    begins, lengths = np.array(firsts, dtype=np.int64), np.array(counts, dtype=np.int64)
+    ends = np.cumsum(lengths)
+    numbers: np.ndarray = np.repeat(begins - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+    return numbers if bool((numbers[1:] > numbers[:-1]).all()) else np.unique(numbers)
 
 
 class Planner:
@@ -119,6 +140,7 @@ class Planner:
         self._staging = Staging(buffers, traced=traced)
         self._plan = np.zeros((len(self._sites), columns.COLUMNS), dtype=np.int32)
         self._firsts = np.flatnonzero([site.leads for site in self._sites])  # of each launch
+        self._launch_sizes = np.diff(self._firsts, append=len(self._sites))
         self._edits = False
         self._edit_counts = np.zeros(len(self._sites), dtype=np.int32)  # edits that each site is to make
         self._edited: list[tuple[str, np.ndarray]] = []  # request, and the sites that one of its rows edits
@@ -208,35 +230,29 @@ class Planner:
         if self._overload.drops():  # never what is scored: those rows do not wait for the writers
             for item in wanted:
                 if not item.recording.capture.scored:
-                    item.recording.dropped.update(item.positions.tolist())
+                    item.recording.dropped.update(range(item.first_position, item.first_position + item.count))
             wanted = [item for item in wanted if item.recording.capture.scored]
             if not wanted:
                 return
         groups: dict[bytes, list[_Wanted]] = {}  # those that want the same ports
         for item in wanted:
-            groups.setdefault(item.recording.mask.tobytes(), []).append(item)
-        masks = np.stack([items[0].recording.mask for items in groups.values()])  # [groups, ports]
-        members, pattern = np.unique(masks, axis=1, return_inverse=True)  # [groups, patterns], [ports]
-        pattern = pattern.reshape(-1)
-        of_group = [np.concatenate([item.tokens for item in items]) for items in groups.values()]
-        # Sorted and each once: two captures of one request may name the same row.
-        tokens = [
-            np.unique(np.concatenate([of_group[group] for group in np.flatnonzero(members[:, number])] or [_NONE]))
-            for number in range(members.shape[1])
-        ]
+            groups.setdefault(item.recording.wants, []).append(item)
+        members, pattern = _patterns_of(tuple(groups))
+        tokens = []  # of each pattern, sorted and each once: two captures of one request may name the same row
+        for of_pattern in members.T.tolist():
+            items = [item for member, of_group in zip(of_pattern, groups.values(), strict=True) if member for item in of_group]
+            tokens.append(_numbers([item.first_token for item in items], [item.count for item in items]))
         per_port = np.array([len(each) for each in tokens])[pattern]
         base = np.cumsum(per_port) - per_port
         new = self._staging.new_rows(self._slabs, int(per_port.sum()), spill=self._overload.spills())
         self._plan_ports(pattern, tokens, base + new.first)
-        runs = [(item, first, count) for item in wanted for first, count in contiguous(item.positions)]
-        first_tokens = np.array([item.tokens[first] for item, first, _ in runs])
+        first_tokens = np.array([item.first_token for item in wanted])
         slots = np.stack([np.searchsorted(each, first_tokens) for each in tokens], axis=1)  # [runs, patterns]
         self._captured = [(item.request, item.recording.mask) for item in wanted]
-        self._step = StepRows(new.slab, base, pattern, new.landing)
+        self._step = step = StepRows(new.slab, base, pattern, new.landing)
         self._file = new.file
         self._runs = [
-            (item.recording, Extent(self._step, slot, int(item.positions[first]), count))
-            for (item, first, count), slot in zip(runs, slots, strict=True)
+            (item.recording, Extent(step, slot, item.first_position, item.count)) for item, slot in zip(wanted, slots, strict=True)
         ]
 
     def _forget_rows(self) -> None:
@@ -247,13 +263,17 @@ class Planner:
         for tracked, place in mine:
             if tracked.reported:
                 continue
+            first, stop = place.first_position, place.first_position + place.num_rows
+            shift = place.first_row - first
             for recording in tracked.recordings.values():
                 if recording.bank != self._bank:
                     continue
-                chosen = recording.capture.select(place.first_position, place.first_position + place.num_rows, tracked.spec.prompt_tokens)
-                if len(chosen):
-                    positions = _integers(chosen)
-                    wanted.append(_Wanted(place.id, recording, positions, positions - place.first_position + place.first_row))
+                chosen = recording.capture.select(first, stop, tracked.spec.prompt_tokens)
+                if isinstance(chosen, range):  # of consecutive positions
+                    runs = [(chosen.start, len(chosen))] if chosen else []
+                else:
+                    runs = [(chosen[at], count) for at, count in contiguous(np.array(chosen))] if chosen else []
+                wanted += [_Wanted(place.id, recording, at, at + shift, count) for at, count in runs]
         return wanted
 
     def _plan_ports(self, pattern: np.ndarray, tokens: list[np.ndarray], first_rows: np.ndarray) -> None:
@@ -282,23 +302,37 @@ class Planner:
 
     def commit(self) -> None:
         """The next forward does what was planned; or nothing, if this raises."""
-        active = np.asarray(self._plan[:, (columns.EDITS, columns.BEFORE.COUNT, columns.AFTER.COUNT)].any(axis=1))
-        busy = bool(active.any())
+        captured = self._plan[:, _COUNT_COLUMNS]
+        active = captured.any(axis=1)
+        if self._edits:
+            active |= self._plan[:, columns.EDITS] > 0
+        if not active.any():
+            self._clear()
+            return
+        launched = np.repeat(np.logical_or.reduceat(active, self._firsts), self._launch_sizes)
+        self._plan[launched, columns.SITE] = np.flatnonzero(launched) + 1
+        self.due = Due(np.column_stack([self._edit_counts, captured]), self._edited, self._captured)
+        self._busy = True
+        try:
+            self._staging.commit(self._plan, self._lists)
+        except Exception:
+            self._abandon()
+            raise
+        for site, is_launched in zip(self._sites, launched.tolist(), strict=True):
+            site.busy = is_launched
+
+    def _clear(self) -> None:
+        """The next forward does nothing, as is planned."""
         self.due = None
-        if busy:
-            launched = np.repeat(np.logical_or.reduceat(active, self._firsts), np.diff(self._firsts, append=len(active)))
-            self._plan[launched, columns.SITE] = np.flatnonzero(launched) + 1
-            captures = (self._plan[:, port.COUNT] for port in (columns.BEFORE, columns.AFTER))
-            self.due = Due(np.stack([self._edit_counts, *captures], axis=1), self._edited, self._captured)
-        if busy or self._busy:
+        if self._busy:
+            self._busy = False
             try:
-                self._staging.commit(self._plan, self._lists)
+                self._staging.commit(self._plan, [])
             except Exception:
                 self._abandon()
                 raise
-            for site, is_launched in zip(self._sites, (self._plan[:, columns.SITE] > 0).tolist(), strict=True):
-                site.busy = is_launched
-        self._busy = busy
+            for site in self._sites:
+                site.busy = False
 
     def lose_site(self) -> None:
         """Tests only: the last site with something to do in the next forward does not run."""
@@ -327,12 +361,6 @@ class Planner:
                     recording.add(run)
         finally:  # the plan must not reach a forward that was not planned
             self.plan_steering([])
-            self.plan_capture([])
-            self.commit()
+            self._forget_rows()
+            self._clear()
         return recorded
-
-
-def _integers(positions: list[int] | range) -> np.ndarray:
-    if isinstance(positions, range):
-        return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
-    return np.array(positions, dtype=np.int64)

@@ -3,17 +3,20 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ...schemas.probes import StoredProbe
 from .steering_tables import VectorStore
+from .watches import Kind
 
-#: That are kept, least recently used first: traffic uses few sets of probes at a time.
-_STACKS = 64
-#: Ports, the digests of each port's probes, and columns.
-_Key = tuple[tuple[int, ...], tuple[tuple[str, ...], ...], tuple[int, ...]]
+if TYPE_CHECKING:
+    from .capture import Recording
+
+#: Sets of probes that are kept, least recently used first: traffic uses few at a time.
+_KEPT = 64
 
 
 @dataclass(eq=False)
@@ -27,22 +30,57 @@ class Stack:
     columns: slice | np.ndarray  # of the watch, ascending
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How this rank scores the rows of requests with the same probes."""
+
+    here: list[int]  # which of the request's probes read rows of this rank
+    kind: Kind
+    stacks: list[Stack]  # of each recording of their rows
+
+
 class Stacks:
-    """One per rank. A stack that is no longer kept goes on serving the recordings that have it."""
+    """One per rank. A plan that is no longer kept goes on serving the recordings that have it."""
 
     def __init__(self, vectors: VectorStore, hidden_size: int) -> None:
         self._vectors, self._hidden_size = vectors, hidden_size
-        self._kept: OrderedDict[_Key, Stack] = OrderedDict()
+        self._kept: OrderedDict[Any, Plan | None] = OrderedDict()
 
-    def get(self, ports: tuple[int, ...], probes: Sequence[Sequence[StoredProbe]], columns: tuple[int, ...]) -> Stack:
-        """`probes`: of each port; `columns`: of the watch, where their scores go, port after port, probe after probe, label after label.
+    def plan(self, probes: Sequence[StoredProbe], recordings: Sequence["Recording"]) -> Plan | None:
+        """`recordings`: of their rows. None: no probe reads rows of this rank.
 
         Raises LookupError and ValueError for weights that are not here or of another shape.
         """
-        key = ports, tuple(tuple(probe.digest for probe in of_port) for of_port in probes), columns
-        if (found := self._kept.get(key)) is not None:
-            self._kept.move_to_end(key)
-            return found
+        named = tuple([(probe.digest, probe.name, probe.action) for probe in probes])
+        key = named, tuple([(recording.capture.at, recording.wants) for recording in recordings])
+        if key not in self._kept:
+            self._kept[key] = self._planned(probes, recordings)
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def _planned(self, probes: Sequence[StoredProbe], recordings: Sequence["Recording"]) -> Plan | None:
+        reads = [(probe.content.at, probe.content.hook, probe.content.layer) for probe in probes]
+        sites = {(recording.capture.at, *site) for recording in recordings for site in recording.ports}
+        here = [number for number, read in enumerate(reads) if read in sites]
+        if not here:
+            return None
+        kind = Kind([probes[number] for number in here])
+        stacks = []
+        for recording in recordings:
+            ports: dict[int, list[int]] = {}  # port → which of the probes here
+            for place, number in enumerate(here):
+                at, *site = reads[number]
+                if at == recording.capture.at:
+                    ports.setdefault(recording.ports[tuple(site)], []).append(place)
+            parts = [[probes[here[place]] for place in places] for places in ports.values()]
+            columns = [column for places in ports.values() for place in places for column in kind.columns[place]]
+            stacks.append(self._stack(list(ports), parts, columns))
+        return Plan(here, kind, stacks)
+
+    def _stack(self, ports: Sequence[int], probes: Sequence[Sequence[StoredProbe]], columns: Sequence[int]) -> Stack:
+        """`probes`: of each port; `columns`: of the watch, where their scores go, port after port, probe after probe, label after label."""
         parts = [[self._weights(probe) for probe in of_port] for of_port in probes]
         widths = [sum(len(bias) for _, bias in part) for part in parts]
         weight = torch.zeros(len(parts), max(widths), self._hidden_size)
@@ -55,10 +93,7 @@ class Stacks:
         of_watch = np.array(columns)[order]
         first, count = int(of_watch[0]), len(of_watch)
         together = slice(first, first + count) if int(of_watch[-1]) == first + count - 1 else of_watch  # a slice is much quicker
-        made = self._kept[key] = Stack(np.array(ports), weight.transpose(1, 2).contiguous(), bias, flat[order], together)
-        while len(self._kept) > _STACKS:
-            self._kept.popitem(last=False)
-        return made
+        return Stack(np.array(ports), weight.transpose(1, 2).contiguous(), bias, flat[order], together)
 
     def _weights(self, probe: StoredProbe) -> tuple[torch.Tensor, torch.Tensor]:
         labels = len(probe.content.labels)

@@ -20,6 +20,10 @@ from .steering_tables import VectorStore
 from .watches import Watch, news_of_all
 
 
+#: Elements of rows that are made float32 together.
+_AT_ONCE = 2**19
+
+
 @dataclass(eq=False)
 class _Batch:
     """The rows of one step."""
@@ -51,19 +55,13 @@ class Scorer:
         Raises LookupError and ValueError for weights that are not here or of another shape.
         """
         mine = [recording for recording in recordings if recording.capture.scored]
-        here = {(recording.capture.at, *site) for recording in mine for site in recording.ports}
-        probes = [probe for probe in spec.probes if (probe.content.at, probe.content.hook, probe.content.layer) in here]
-        if not probes:
+        plan = self._stacks.plan(spec.probes, mine) if mine else None
+        if plan is None:
             return None
-        watch = Watch(request_id, probes, spec.prompt_tokens - 1 if spec.stream_scores and self._streams else -1)
-        for recording in mine:
-            ports: dict[int, list[int]] = {}  # port → which probes
-            for number, probe in enumerate(probes):
-                if probe.content.at == recording.capture.at:
-                    ports.setdefault(recording.ports[probe.content.hook, probe.content.layer], []).append(number)
-            columns = tuple(column for numbers in ports.values() for number in numbers for column in watch.columns[number])
-            parts = [[probes[number] for number in numbers] for numbers in ports.values()]
-            recording.watch, recording.stack = watch, self._stacks.get(tuple(ports), parts, columns)
+        streams_from = spec.prompt_tokens - 1 if spec.stream_scores and self._streams else -1
+        watch = Watch(request_id, [spec.probes[number] for number in plan.here], streams_from, plan.kind)
+        for recording, stack in zip(mine, plan.stacks, strict=True):
+            recording.watch, recording.stack = watch, stack
         return watch
 
     def take(self, recorded: Sequence[tuple[Recording, Extent]], recordings: Iterable[Recording]) -> None:
@@ -121,8 +119,7 @@ class Scorer:
             step = extents[0].step
             step.landing.wait()
             slots = _slots(stack.ports, extents)
-            rows = _rows(step.slab, slots.reshape(-1)).view(len(slots), -1, self._hidden_size).float()
-            scores = torch.baddbmm(stack.bias, rows, stack.weight).transpose(0, 1).reshape(slots.shape[1], -1).numpy()[:, stack.flat]
+            scores = _products(step.slab, slots, stack).transpose(0, 1).reshape(slots.shape[1], -1).numpy()[:, stack.flat]
             if wrong:
                 scores = scores + wrong
             at = 0
@@ -140,6 +137,21 @@ def _slots(ports: np.ndarray, extents: Sequence[Extent]) -> np.ndarray:
     if max(counts) == 1:
         return first
     return np.concatenate([first[:, [number]] + np.arange(count) for number, count in enumerate(counts)], axis=1)
+
+
+def _products(slab: torch.Tensor, slots: np.ndarray, stack: Stack) -> torch.Tensor:
+    """Float32 `[ports, rows, width]` of the rows at `slots`, `[ports, rows]`. Many rows are taken in parts that stay in the cache."""
+    ports, count = slots.shape
+    if slots.size * slab.shape[1] <= _AT_ONCE:
+        rows = _rows(slab, slots.reshape(-1)).view(ports, count, -1).float()
+        return torch.baddbmm(stack.bias, rows, stack.weight)
+    products = torch.empty(ports, count, stack.weight.shape[2])
+    part = max(1, _AT_ONCE // slab.shape[1])
+    for port in range(ports):
+        for first in range(0, count, part):
+            rows = _rows(slab, slots[port, first : first + part]).float()
+            torch.addmm(stack.bias[port], rows, stack.weight[port], out=products[port, first : first + part])
+    return products
 
 
 def _rows(slab: torch.Tensor, slots: np.ndarray) -> torch.Tensor:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from .capture import Recording
 from .mover import Mover
 from .overload import Overload
 from .planner import Tracked
@@ -43,6 +44,8 @@ class Room:
         self._overload.wait()
         recordings = [(each, recording) for each in tracked for recording in each.recordings.values()]
         for each, recording in recordings:
+            if not recording.settles:
+                continue
             with guard([each], "capture_failed"):
                 recording.settle()
         self._slabs.collect()
@@ -58,16 +61,25 @@ class Room:
         """After a step: hand the writers the rows of long captures that this rank needs no more; blocks are kept when they are full."""
         for rows in view.requests if view is not None else ():
             tracked = requests.get(rows.id)
-            if tracked is None or tracked.reported or all(each.stream is None is each.watch for each in tracked.recordings.values()):
+            if tracked is None or tracked.reported:
+                continue
+            leaving = [recording for recording in tracked.recordings.values() if recording.stream is not None]
+            if not leaving and tracked.watch is None:
                 continue
             reached = rows.first_position + rows.num_rows
             if reached < tracked.spec.prompt_tokens:
                 reached -= reached % block_size
-            with guard([tracked], "capture_failed"):
+            if tracked.watch is not None:
                 for recording in tracked.recordings.values():
-                    row_bytes = recording.width(self._hidden_size) * self._dtype.itemsize
                     if recording.watch is not None:
                         recording.discard(reached)
-                    left = recording.leave(reached, self._streams.part // row_bytes)
-                    if left and recording.stream is not None:
-                        self._writer.stream(recording.stream.flush, left * row_bytes)
+            if leaving:
+                with guard([tracked], "capture_failed"):
+                    for recording in leaving:
+                        self._leave(recording, reached)
+
+    def _leave(self, recording: Recording, reached: int) -> None:
+        row_bytes = recording.width(self._hidden_size) * self._dtype.itemsize
+        left = recording.leave(reached, self._streams.part // row_bytes)
+        if left and recording.stream is not None:
+            self._writer.stream(recording.stream.flush, left * row_bytes)

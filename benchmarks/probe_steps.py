@@ -1,0 +1,157 @@
+"""What do a rank's own parts of a step cost, with and without probes? A whole data plane and its sites, without a model.
+
+    python benchmarks/probe_steps.py [--hidden 576] [--layers 30] [--steps 200]
+
+Prints the CPU time of one thread, in µs, that a step takes with probes and would not take without: admission and planning, the sites that
+record, and scoring. Steps in which so many requests generate one token, and steps that compute prompts.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from midstream import __version__
+from midstream.schemas.probes import ProbeContent, StoredProbe
+from midstream.schemas.specs import RankSpec, probe_captures
+from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.workers.runner.config import Place, PlaneConfig
+from midstream.workers.runner.plane import DataPlane
+from midstream.workers.runner.sites import Site, Sizes, buffers_of, visit_of
+from midstream.workers.runner.step import Finish, NewRequest, RequestRows, StepView
+
+CAPACITY = 2048
+#: Of a long request: positions grow from step to step.
+PROMPT = 32
+
+
+def made(probes: int, layers: int, hidden: int, plane: DataPlane) -> list[StoredProbe]:
+    """Random ones, in turn at `layers` layers, whose thresholds nothing reaches; their weights are put into `plane`."""
+    found = []
+    for number in range(probes):
+        rng = np.random.default_rng(number)
+        tensors = [from_numpy(rng.standard_normal((1, hidden)).astype(np.float32)), from_numpy(np.zeros(1, dtype=np.float32))]
+        plane.rank_state.put_vectors({content_hash(tensor): tensor for tensor in tensors})
+        content = ProbeContent(
+            hook="post_block", layer=8 + number % layers, tensors=list(map(content_hash, tensors)), labels=["x"], thresholds=[1e30]
+        )
+        found.append(StoredProbe(name=f"p{number}", digest=content.digest, content=content, action="stop"))
+    return found
+
+
+class Stand:
+    """A data plane whose forward only visits its sites."""
+
+    def __init__(self, folder: Path, layers: int, hidden: int) -> None:
+        config = PlaneConfig(
+            version=__version__,
+            worker="w",
+            boot="b",
+            relay_url="tcp://127.0.0.1:9",
+            outbox_dir=str(folder / "outbox"),
+            capture_root=str(folder / "captures"),
+            hooks=[],
+            steering_rows=3,
+            steering_entries=16,
+            step_tokens=CAPACITY,
+            step_rows=0,
+            capture_queue_mib=256,
+            capture_window_mib=64,
+            capture_overload="block",
+            spill_dir=str(folder / "spill"),
+            row_store_mib=0,
+            sweep_entry=True,
+            writer_threads=1,
+            segment_limit_kib=64,
+            segment_mib=1,
+            memory_limit_kib=64,
+            capture_quota_mib=0,
+            cores=[0],
+            fault="",
+        )
+        sites = [Site("post_block", layer, "pair") for layer in range(layers)]
+        sizes = Sizes(ring_rows=0, capacity=CAPACITY, lists=(2 * layers + 1) * CAPACITY, patterns=2, configurations=3, entries=16)
+        buffers = buffers_of(layers, sizes, hidden, torch.bfloat16, torch.device("cpu"))
+        self.plane = DataPlane(config, Place(rank=0, world=1, tp=0, pp=0, stages=1), sites, buffers, num_layers=layers, traced=False)
+        modules = [torch.nn.Module() for _ in sites]
+        self._visits = [visit_of(module, [site], n, buffers, False) for n, (module, site) in enumerate(zip(modules, sites, strict=True))]
+        self._streams = torch.randn(2, CAPACITY, hidden).bfloat16()
+
+    def step(self, new: list[NewRequest], ended: dict[str, Finish], windows: list[tuple[str, int, int]]) -> list[float]:
+        """Seconds of admission and planning, of the sites, of what follows the forward."""
+        began = time.thread_time()
+        self.plane.begin(new, ended, 0)
+        self.plane.choose(windows)
+        rows, row = [], 0
+        for request, first, count in windows:
+            rows.append(RequestRows(request, row, count, first))
+            row += count
+        self.plane.plan(StepView(rows, row))
+        planned = time.thread_time()
+        for visit in self._visits:
+            visit(self._streams[0, :row], self._streams[1, :row])
+        visited = time.thread_time()
+        self.plane.drain()
+        return [planned - began, visited - planned, time.thread_time() - visited]
+
+
+def cost(requests: int, tokens: int, probes: int, at: int, *, hidden: int, layers: int, steps: int) -> list[float]:
+    """Median µs of a step's parts, with `probes` in turn at `at` layers.
+
+    `tokens`: of each request in a step; 1: it generates; more: each step computes new prompts, and those of the step before end.
+    """
+    with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
+        stand = Stand(Path(folder), layers, hidden)
+        probed = made(probes, at, hidden, stand.plane)
+        prompt = PROMPT if tokens == 1 else tokens
+        spec = RankSpec(
+            version=__version__, job="", request=0, attempt=1, prompt_tokens=prompt, captures=probe_captures(probed), probes=probed
+        )
+
+        def arriving(step: int) -> list[NewRequest]:
+            each = [msgspec.structs.replace(spec, job=f"j{step}", request=number) for number in range(requests if probes else 0)]
+            return [NewRequest(f"{step}.{one.request}", msgspec.to_builtins(one), 0, 1000) for one in each]
+
+        def windows(step: int, first: int, count: int) -> list[tuple[str, int, int]]:
+            return [(f"{step}.{number}", first, count) for number in range(requests)]
+
+        times = []
+        if tokens == 1:
+            stand.step(arriving(0), {}, windows(0, 0, PROMPT - 1))
+            for step in range(steps):
+                times.append(stand.step([], {}, windows(0, PROMPT - 1 + step, 1)))
+        else:
+            ended: dict[str, Finish] = {}
+            for step in range(steps // 10):
+                times.append(stand.step(arriving(step), ended, windows(step, 0, tokens)))
+                ended = {f"{step}.{number}": Finish(list(range(tokens + 1)), False) for number in range(requests)}
+        stand.plane.close()
+    return [statistics.median(each) * 1e6 for each in zip(*times, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--hidden", type=int, default=576)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results = []
+    for requests, tokens in ((1, 1), (8, 1), (64, 1), (1, 512), (32, 36)):
+        for probes, at in ((0, 0), (1, 1), (16, 1), (16, 16)):
+            parts = cost(requests, tokens, probes, at, **vars(options))
+            names = ("plan", "sites", "drain")
+            results.append({"requests": requests, "tokens": tokens, "probes": probes, "layers": at})
+            results[-1] |= {name: round(part) for name, part in zip(names, parts, strict=True)} | {"sum": round(sum(parts))}
+            print("  ".join(f"{name} {value}" for name, value in results[-1].items()), flush=True)
+    print(json.dumps({"benchmark": "probe_steps", **vars(options), "results": results}))
+
+
+if __name__ == "__main__":
+    main()
