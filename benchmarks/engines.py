@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import shares
 
 from midstream.schemas.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.models import TokenizerBundle
@@ -41,8 +42,8 @@ def bench_prompts() -> list[str]:
 class EngineProcess:
     """`kind`: `stock` (vLLM with nothing of ours) or `ours` (`VllmEngine`, the data plane installed)."""
 
-    def __init__(self, kind: str, settings: Settings, extra: dict[str, Any] | None = None):
-        """`extra`: arguments for vLLM, such as `load_format`."""
+    def __init__(self, kind: str, settings: Settings, extra: dict[str, Any] | None = None, timed: Path | None = None):
+        """`extra`: arguments for vLLM, such as `load_format`. `timed`: a file for the time that its ranks spend in our code."""
         Path(settings.data_dir).mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             [sys.executable, __file__, kind],
@@ -52,11 +53,13 @@ class EngineProcess:
                 **os.environ,
                 "HF_HUB_OFFLINE": "1",
                 EXTRA: json.dumps(extra or {}),
+                **(shares.create(timed) if timed else {}),
                 **to_environment(settings),
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
+        self._timed = timed
         self.facts = self._read()  # once it is ready
 
     def run(
@@ -70,7 +73,7 @@ class EngineProcess:
     ) -> dict[str, Any]:
         """`seconds` for all, `latencies` of each, `tokens` generated; of ours `sends`, `sent_bytes`: vectors to the ranks.
 
-        `cpu`: CPU seconds of the ranks' main threads, which run the model.
+        `cpu`: CPU seconds of the ranks' main threads, which run the model; `ours`: of these, by part of our code, of an engine that is timed.
 
         `steering`: `{"layers": […], "distinct": n, "seed": n}`, of ours only: prompt i adds, at each of the layers, a random
         vector of its own for each i modulo `distinct`. `capture`: a `StoredCapture` of every prompt, of ours only.
@@ -79,9 +82,12 @@ class EngineProcess:
         assert self._process.stdin is not None
         command = {"prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency, "steering": steering, "capture": capture}
         command["probes"] = probes
+        before = shares.read(self._timed) if self._timed else {}
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
         self._process.stdin.flush()
-        return self._read()
+        answer = self._read()
+        after = shares.read(self._timed) if self._timed else {}
+        return answer | {"ours": {part: after[part] - seconds for part, seconds in before.items()}}
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -303,6 +309,9 @@ def settings_for(directory: Path, model: Path, **options: Any) -> Settings:
     chosen = {"relay_url": "tcp://127.0.0.1:9", "worker_id": "bench", "max_model_len": 2048} | options
     return msgspec.structs.replace(Settings(), model=str(model), data_dir=str(directory), **chosen)
 
+
+if __name__ == "__mp_main__":
+    shares.begin()
 
 if __name__ == "__main__":
     channel = os.fdopen(os.dup(1), "wb", buffering=0)
