@@ -20,7 +20,7 @@ import shares
 
 from midstream.schemas.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.models import TokenizerBundle
-from midstream.schemas.probes import ProbeContent, StoredProbe
+from midstream.schemas.probes import Action, ProbeContent, StoredProbe
 from midstream.schemas.settings import Settings, load_settings, to_environment
 from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.schemas.steering import GlobalSteering
@@ -73,11 +73,11 @@ class EngineProcess:
     ) -> dict[str, Any]:
         """`seconds` for all, `latencies` of each, `tokens` generated; of ours `sends`, `sent_bytes`: vectors to the ranks.
 
-        `cpu`: CPU seconds of the ranks' main threads, which run the model; `ours`: of these, by part of our code, of an engine that is timed.
+        `cpu`: CPU seconds of the ranks' main threads, which run the model; `ours`: those in parts of our code, if the engine is timed.
 
         `steering`: `{"layers": […], "distinct": n, "seed": n}`, of ours only: prompt i adds, at each of the layers, a random
         vector of its own for each i modulo `distinct`. `capture`: a `StoredCapture` of every prompt, of ours only.
-        `probes`: `{"count": n, "layers": […]}`, of ours only: so many probes score every token, at these layers in turn.
+        `probes`: `{"count": n, "layers": […], "action": …}`, of ours only: so many probes score every token, at these layers in turn.
         """
         assert self._process.stdin is not None
         command = {"prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency, "steering": steering, "capture": capture}
@@ -239,7 +239,7 @@ class _Ours:
         ]
         return [entries[number % distinct] for number in range(prompts)]
 
-    def probes(self, count: int, layers: list[int]) -> list[StoredProbe]:
+    def probes(self, count: int, layers: list[int], action: Action) -> list[StoredProbe]:
         """Random ones, of one label each, with thresholds that nothing reaches."""
         made = []
         for number in range(count):
@@ -248,7 +248,7 @@ class _Ours:
             self._tensors |= dict(zip(names, tensors, strict=True))
             layer = layers[number % len(layers)]
             content = ProbeContent(hook="post_block", layer=layer, tensors=names, labels=["x"], thresholds=[1e30], aggregation="max")
-            made.append(StoredProbe(name=f"p{number}", digest=content.digest, content=content, action="stop"))
+            made.append(StoredProbe(name=f"p{number}", digest=content.digest, content=content, action=action))
         return made
 
     async def _fetch(self, name: str) -> Tensor:

@@ -2,9 +2,10 @@
 
     python benchmarks/probes.py [--rounds 10] [--prompts 64] [--max-tokens 24] [--compiled]
 
-Conditions: `none`; `one` probe; `16` probes at one layer; `16-layers`: 16 probes at 16 layers. All have the action `stop`, so that
-every step waits for its scores. Compared: wall time, and CPU time of the thread that runs the model. `added`: what that thread spends
-more in our code than without probes, as a share of its time: this varies much less, and leaves out only what our work does to caches.
+Conditions: `none`; `one` probe; `16` probes at one layer; `16-layers`: 16 probes at 16 layers. These have the action `flag`;
+`16-stop`: those at one layer with the action `stop`, where every step waits for its scores. Compared: wall time, and CPU time of the
+thread that runs the model. `added`: what that thread spends more in our code than without probes, as a share of its time: this varies
+much less, and leaves out only what our work does to caches.
 """
 
 import argparse
@@ -19,9 +20,10 @@ from steering import interval
 
 CONDITIONS: dict[str, dict[str, Any] | None] = {
     "none": None,
-    "one": {"count": 1, "layers": [14]},
-    "16": {"count": 16, "layers": [14]},
-    "16-layers": {"count": 16, "layers": list(range(8, 24))},
+    "one": {"count": 1, "layers": [14], "action": "flag"},
+    "16": {"count": 16, "layers": [14], "action": "flag"},
+    "16-stop": {"count": 16, "layers": [14], "action": "stop"},
+    "16-layers": {"count": 16, "layers": list(range(8, 24)), "action": "flag"},
 }
 
 

@@ -206,6 +206,7 @@ class DataPlane:
         self.runs.clear()
         self.rank_state.forget()
         self._grading.forget()
+        self._probes.clear()
         self.actions.restart()
 
     def divert(self, to: Diversion | None) -> None:
@@ -305,7 +306,8 @@ class DataPlane:
         with self._guard(self._tracked.values(), ""):
             self._judge(self._banks.settle(needed))
         with self._guard([tracked for tracked in self._tracked.values() if tracked.watch is not None], "probe_failed"):
-            self._probes.settle(wait=bool(needed) or any(tracked.gates is not None for tracked in self._tracked.values()))
+            over = [watch for request_id in needed if (watch := self._tracked[request_id].watch) is not None]
+            self._probes.settle(wait=bool(needed) or any(tracked.gates is not None for tracked in self._tracked.values()), over=over)
         for request_id in sorted(finished):
             tracked = self._tracked.pop(request_id, None)
             if tracked is not None:

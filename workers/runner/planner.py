@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -78,6 +79,7 @@ class Tracked:
         return self.gates.among(row.gate, positions) if self.gates is not None else []
 
 
+_NONE = np.zeros(0, dtype=np.int64)
 _PORT_COLUMNS = [*columns.BEFORE, *columns.AFTER]
 _COUNT_COLUMNS = [columns.BEFORE.COUNT, columns.AFTER.COUNT]
 
@@ -91,6 +93,35 @@ class _Wanted:
     first_position: int
     first_token: int  # the same as a row of the batch
     count: int
+
+
+class _Layout(NamedTuple):
+    """Where the rows of a step lie in its slab; not written to. Steps that generate one token of each request have it in common."""
+
+    pattern: np.ndarray  # of each port
+    tokens: list[np.ndarray]  # of each pattern: sorted, and each once
+    base: np.ndarray  # of each port
+    slots: np.ndarray  # [runs, patterns]
+
+    @property
+    def rows(self) -> int:
+        """In all."""
+        return int(self.base[-1]) + len(self.tokens[self.pattern[-1]])
+
+
+def _layout_of(wanted: Sequence[_Wanted]) -> _Layout:
+    groups: dict[bytes, list[_Wanted]] = {}  # those that want the same ports
+    for item in wanted:
+        groups.setdefault(item.recording.wants, []).append(item)
+    members, pattern = _patterns_of(tuple(groups))
+    tokens = []
+    for of_pattern in members.T.tolist():  # two captures of one request may name the same row
+        items = [item for member, of_group in zip(of_pattern, groups.values(), strict=True) if member for item in of_group]
+        tokens.append(_numbers([item.first_token for item in items], [item.count for item in items]))
+    per_port = np.array([len(each) for each in tokens])[pattern]
+    first_tokens = np.array([item.first_token for item in wanted])
+    slots = np.stack([np.searchsorted(each, first_tokens) for each in tokens], axis=1)
+    return _Layout(pattern, tokens, np.cumsum(per_port) - per_port, slots)
 
 
 @lru_cache(maxsize=64)
@@ -148,6 +179,8 @@ class Planner:
         self.due: Due | None = None  # what the current forward's sites are to do; None: nothing
         self._lists: list[np.ndarray] = []  # this step's entries of `buffers.lists`, in order
         self._lists_end = 0
+        self._layout_key: list[tuple[bytes, int, int]] = []  # ports, first token and count of each run that `_layout` is of
+        self._layout = _Layout(_NONE, [], _NONE, _NONE)
         self._runs: list[tuple[Recording, Extent]] = []  # recorded by this step's forward
         self._step: StepRows | None = None
         self._file: torch.Tensor | None = None  # that its rows are moved to
@@ -173,6 +206,8 @@ class Planner:
         runs: list[tuple[int, int, int, int]] = []  # of tokens that one row edits: the first, how many, column, row
         used: dict[int, np.ndarray] = {}  # row → its sites
         for tracked, place in mine:
+            if not tracked.rows:
+                continue
             first, stop = place.first_position, place.first_position + place.num_rows
             shift = place.first_row - first
             for column, (row, spec) in zip(tracked.columns, tracked.rows, strict=True):
@@ -234,20 +269,11 @@ class Planner:
             wanted = [item for item in wanted if item.recording.capture.scored]
             if not wanted:
                 return
-        groups: dict[bytes, list[_Wanted]] = {}  # those that want the same ports
-        for item in wanted:
-            groups.setdefault(item.recording.wants, []).append(item)
-        members, pattern = _patterns_of(tuple(groups))
-        tokens = []  # of each pattern, sorted and each once: two captures of one request may name the same row
-        for of_pattern in members.T.tolist():
-            items = [item for member, of_group in zip(of_pattern, groups.values(), strict=True) if member for item in of_group]
-            tokens.append(_numbers([item.first_token for item in items], [item.count for item in items]))
-        per_port = np.array([len(each) for each in tokens])[pattern]
-        base = np.cumsum(per_port) - per_port
-        new = self._staging.new_rows(self._slabs, int(per_port.sum()), spill=self._overload.spills())
+        if (key := [(item.recording.wants, item.first_token, item.count) for item in wanted]) != self._layout_key:
+            self._layout, self._layout_key = _layout_of(wanted), key
+        pattern, tokens, base, slots = self._layout
+        new = self._staging.new_rows(self._slabs, self._layout.rows, spill=self._overload.spills())
         self._plan_ports(pattern, tokens, base + new.first)
-        first_tokens = np.array([item.first_token for item in wanted])
-        slots = np.stack([np.searchsorted(each, first_tokens) for each in tokens], axis=1)  # [runs, patterns]
         self._captured = [(item.request, item.recording.mask) for item in wanted]
         self._step = step = StepRows(new.slab, base, pattern, new.landing)
         self._file = new.file

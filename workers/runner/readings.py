@@ -41,6 +41,7 @@ class Readings:
     def __init__(self, readers: Mapping[type, Reader], limit: int, fails: Callable[[], bool] = lambda: False) -> None:
         """`readers`: by the type of `StoredCapture.reading`. `limit`: bytes of a part. `fails`: tests only, reading fails while true."""
         self._readers, self._limit, self._fails = dict(readers), limit, fails
+        self._preparing = {kind: reader for kind, reader in readers.items() if isinstance(reader, Preparing)}
 
     def prepare(self, spec: RankSpec) -> tuple[dict[int, Any], str]:
         """What readers need of other ranks, by the capture's number; and why there is none, which is the same on every rank.
@@ -50,8 +51,7 @@ class Readings:
         made: dict[int, Any] = {}
         try:
             for number, capture in enumerate(spec.captures):
-                reader = self._readers.get(type(capture.reading))
-                if isinstance(reader, Preparing):
+                if (reader := self._preparing.get(type(capture.reading))) is not None:
                     made[number] = reader.prepare(capture.reading)
         except Exception as error:
             logger.exception("request %s: its reading cannot be prepared", spec.key)

@@ -30,6 +30,7 @@ class Kind:
         self.thresholds = np.array(thresholds)
         self.stop_thresholds = np.where(stops, self.thresholds, np.inf)  # of the columns that end a request
         self.acts = any(stops)
+        self.decides = self.acts or any(probe.action == "steer" for probe in probes)  # about what follows the token
         self.names = [probe.name for probe in probes for _ in probe.content.labels]
         kinds = [(content.aggregation, content.decay if content.aggregation == "exponential" else 0.0) for content in contents]
         of_column = [kind for kind, content in zip(kinds, contents, strict=True) for _ in content.labels]
@@ -66,6 +67,11 @@ class Watch:
         self._aggregated = 0
         self.reached = 0  # the first position that was never scored
         self._lowest = 0  # of the positions scored since the last news
+
+    @property
+    def urgent(self) -> bool:
+        """Whether its scores are needed as soon as a step is over."""
+        return self.kind.decides or self._streams_from >= 0
 
     def put(self, first: int, columns: np.ndarray | slice, scores: np.ndarray) -> None:
         """`scores`: `[positions, len(columns)]`, from position `first` on. What is computed again replaces what was there."""
