@@ -1,6 +1,6 @@
 """What do probes on every token cost? Conditions that take turns in short rounds: the same prompts, the same engine.
 
-    python benchmarks/probes.py [--rounds 10] [--prompts 64] [--max-tokens 24] [--compiled]
+    python benchmarks/probes.py [--rounds 10] [--prompts 64] [--max-tokens 24] [--compiled] [--larger]
 
 Conditions: `none`; `one` probe; `16` probes at one layer; `16-layers`: 16 probes at 16 layers. These have the action `flag`;
 `16-stop`: those at one layer with the action `stop`, where every step waits for its scores. Compared: wall time, and CPU time of the
@@ -10,6 +10,7 @@ much less, and leaves out only what our work does to caches.
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 from pathlib import Path
@@ -26,6 +27,17 @@ CONDITIONS: dict[str, dict[str, Any] | None] = {
     "16-layers": {"count": 16, "layers": list(range(8, 24)), "action": "flag"},
 }
 
+#: The shape of SmolLM2-1.7B.
+LARGER = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 32}
+
+
+def larger(folder: Path) -> Path:
+    """A model folder without weights, of that shape."""
+    shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | LARGER))
+    return folder
+
 
 def ms(parts: dict[str, float]) -> str:
     return " ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in parts.items())
@@ -37,13 +49,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--larger", action="store_true", help="random weights of the shape of SmolLM2-1.7B instead of the demo model")
     options = parser.parse_args()
     texts = tokenised(bench_prompts(), DEMO_MODEL)
     prompts = [texts[n % len(texts)][: 8 + n % 57] for n in range(options.prompts)]
     taken: dict[str, list[tuple[float, float, dict[str, float]]]] = {name: [] for name in CONDITIONS}
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
-        settings = settings_for(Path(folder), DEMO_MODEL, enable_prefix_caching=False, enforce_eager=not options.compiled)
-        engine = EngineProcess("ours", settings, timed=Path(folder) / "ours")
+        model = larger(Path(folder) / "model") if options.larger else DEMO_MODEL
+        settings = settings_for(Path(folder), model, enable_prefix_caching=False, enforce_eager=not options.compiled)
+        engine = EngineProcess("ours", settings, {"load_format": "dummy"} if options.larger else None, timed=Path(folder) / "ours")
         for number in range(options.rounds + 1):
             for name in CONDITIONS if number % 2 else reversed(CONDITIONS):
                 done = engine.run(prompts, options.max_tokens, len(prompts), probes=CONDITIONS[name])

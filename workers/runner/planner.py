@@ -199,10 +199,11 @@ class Planner:
     def plan_steering(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Plan the edits of these requests' rows; on an error nothing is edited. First of the two: it starts the step."""
         self._plan[:] = 0
-        self._edits, self._edited = False, []
-        self._edit_counts[:] = 0
         self._lists, self._lists_end = [], 0
-        self._staging.clear_rows()
+        if self._edited:
+            self._edits, self._edited = False, []
+            self._edit_counts[:] = 0
+            self._staging.clear_rows()
         runs: list[tuple[int, int, int, int]] = []  # of tokens that one row edits: the first, how many, column, row
         used: dict[int, np.ndarray] = {}  # row → its sites
         for tracked, place in mine:
