@@ -224,6 +224,29 @@ def test_after_a_drain_that_fails_nothing_is_steered_or_recorded() -> None:
     assert not rank.planner.busy
 
 
+def test_a_step_of_the_same_tokens_records_the_sites_of_its_own_requests() -> None:
+    rank = Rank()
+    first = rank.admit(Request(0, 3, 4, [capture(post_block=[0])]))
+    second = rank.admit(Request(1, 3, 4, [capture(pre_attn=[1], post_block=[1])]))
+    for place, count in ((0, 3), (3, 1)):
+        for request in (first, second):
+            rank.step((request, place, count))
+    for request in (first, second):
+        assert_whole(rank, request)
+
+
+def test_edits_whose_plan_was_lost_touch_nothing_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank()
+    request = rank.admit(Request(0, 3, 4, (), [steering(rank.vector(np.ones(HIDDEN)), [0])]))
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.planner._staging, "commit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            rank.plan((request, 0, 3))
+    rank.plan()
+    assert not rank.buffers.token_rows.any()
+    assert not rank.buffers.plan.any()
+
+
 def test_released_rows_are_zeroed() -> None:
     rank = Rank()
     name = rank.vector(np.ones(HIDDEN))

@@ -1,14 +1,15 @@
 """The scorer of a rank: scores of a step's rows equal numpy's, whichever probes read them and wherever the rows lie."""
 
 import numpy as np
+import pytest
 import torch
 
-from midstream.schemas.probes import ProbeContent, StoredProbe
+from midstream.schemas.probes import Action, ProbeContent, StoredProbe
 from midstream.schemas.specs import RankSpec, probe_captures
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 from midstream.workers.runner.capture import Extent, Recording, StepRows
 from midstream.workers.runner.landing import LANDED
-from midstream.workers.runner.probes import Scorer
+from midstream.workers.runner.probes import _AT_ONCE, _BYTES, Scorer
 from midstream.workers.runner.steering_tables import VectorStore
 
 HIDDEN, LAYERS = 16, 3
@@ -18,7 +19,7 @@ rng = np.random.default_rng(0)
 class Weights:
     """Random ones, of `k` labels at a layer, kept in a store."""
 
-    def __init__(self, vectors: VectorStore, layer: int, k: int, name: str) -> None:
+    def __init__(self, vectors: VectorStore, layer: int, k: int, name: str, action: Action = "stop") -> None:
         self.weight, self.bias = (rng.normal(size=shape).astype(np.float32) for shape in ((k, HIDDEN), (k,)))
         tensors: list[Tensor] = [from_numpy(self.weight), from_numpy(self.bias)]
         for tensor in tensors:
@@ -27,7 +28,7 @@ class Weights:
             hook="post_block", layer=layer, tensors=[content_hash(tensor) for tensor in tensors], labels=[str(n) for n in range(k)],
             thresholds=[None] * k,
         )  # fmt: skip
-        self.layer, self.probe = layer, StoredProbe(name=name, digest=content.digest, content=content)
+        self.layer, self.probe = layer, StoredProbe(name=name, digest=content.digest, content=content, action=action)
 
 
 def test_scores_of_a_step_equal_numpy() -> None:
@@ -49,7 +50,7 @@ def test_scores_of_a_step_equal_numpy() -> None:
         probes = [each.probe for each in sets[number % 2]]
         (capture,) = probe_captures(probes)
         ports = {("post_block", layer): 2 * layer for layer in capture.sites["post_block"]}
-        recording = Recording(capture, dict(ports), np.zeros(2 * LAYERS, dtype=bool))
+        recording = Recording(capture, dict(ports), np.isin(np.arange(2 * LAYERS), list(ports.values())))
         spec = RankSpec(version="", job=str(number), request=0, attempt=1, prompt_tokens=1, probes=probes)
         watches.append(scorer.watch(str(number), spec, [recording]))
         extents.append((recording, Extent(step, np.array([slots[number]]), 0, count)))
@@ -83,3 +84,96 @@ def test_rows_that_follow_one_another_are_scored_where_they_lie() -> None:
         scorer.take([(recording, Extent(step, np.array([slot]), 0, 1)) for _, recording, slot in made], [])
         for watch, _, slot in made:
             np.testing.assert_allclose(watch.scores[0], slab[slot].numpy() @ weights.weight.T + weights.bias, atol=1e-5)
+
+
+class Steps:
+    """Requests with a probe each, at layer 0, and steps that compute rows of them."""
+
+    def __init__(self, *actions: Action, streams: bool = False) -> None:
+        self._vectors = VectorStore()
+        self.scorer = Scorer(self._vectors, HIDDEN, waits=True)
+        self.weights = [Weights(self._vectors, 0, 2, str(number), action) for number, action in enumerate(actions)]
+        self.rows: list[dict[int, np.ndarray]] = [{} for _ in actions]  # of each request: position → its row as it was last
+        self.recordings, self.watches = [], []
+        for number, each in enumerate(self.weights):
+            (capture,) = probe_captures([each.probe])
+            self.recordings.append(Recording(capture, {("post_block", 0): 0}, np.array([True, False])))
+            spec = RankSpec(version="", job="", request=0, attempt=1, prompt_tokens=1, probes=[each.probe], stream_scores=streams)
+            watch = self.scorer.watch(str(number), spec, [self.recordings[-1]])
+            assert watch is not None
+            self.watches.append(watch)
+
+    def take(self, *windows: tuple[int, int, int], unused: int = 0) -> None:
+        """(request, first position, how many) of one step, whose slab has so many rows that no probe reads."""
+        total = sum(count for _, _, count in windows)
+        slab = torch.randn(total + unused, HIDDEN)
+        step = StepRows(slab, np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), LANDED)
+        items, at = [], 0
+        for request, first, count in windows:
+            self.rows[request] |= {first + n: slab[at + n].numpy() for n in range(count)}
+            items.append((self.recordings[request], Extent(step, np.array([at]), first, count)))
+            at += count
+        self.scorer.take(items, [])
+
+    def assert_scored(self, request: int, positions: int) -> None:
+        watch, weights = self.watches[request], self.weights[request]
+        wanted = np.stack([self.rows[request][position] for position in range(positions)]) @ weights.weight.T + weights.bias
+        assert watch.reached == positions
+        np.testing.assert_allclose(watch.scores[:positions], wanted, atol=1e-5)
+
+
+def test_rows_that_nobody_waits_for_are_scored_some_steps_later() -> None:
+    """What is computed again in the meantime (a rejected draft, a preemption) counts as it was last."""
+    steps = Steps("flag", "none", "flag")
+    steps.take((0, 0, 5), (1, 0, 3), (2, 0, 1))
+    for position in range(1, 14):
+        steps.take((2, position, 1), (0, 4 + position, 1))
+    steps.take((0, 10, 4), (1, 3, 1))  # positions 10 to 13 again, out of order, and others in between
+    assert [watch.reached for watch in steps.watches] == [0, 0, 0]
+    steps.take((2, 14, 1))
+    for request, positions in ((0, 18), (1, 4), (2, 15)):
+        steps.assert_scored(request, positions)
+
+
+def test_a_request_that_is_over_is_scored_and_others_wait_on() -> None:
+    steps = Steps("flag", "flag")
+    for position in range(3):
+        steps.take((0, position, 1), (1, position, 1))
+    steps.scorer.settle(wait=True, over=[steps.watches[0]])
+    steps.assert_scored(0, 3)
+    assert steps.watches[1].reached == 0
+    steps.scorer.settle(wait=True, over=steps.watches)
+    steps.assert_scored(1, 3)
+
+
+@pytest.mark.parametrize(("action", "streams"), [("stop", False), ("steer", False), ("flag", True)])
+def test_scores_that_somebody_waits_for_are_there_after_the_step(action: Action, streams: bool) -> None:
+    steps = Steps(action, "none", streams=streams)
+    steps.take((1, 0, 2), (0, 0, 2))
+    steps.assert_scored(0, 2)
+    assert steps.watches[1].reached == (2 if streams else 0)
+
+
+def test_rows_of_large_steps_are_not_kept() -> None:
+    """They hold the rows of all requests of their steps."""
+    steps = Steps("flag")
+    most = _BYTES // (4 * HIDDEN)
+    steps.take((0, 0, 1), unused=most // 2)
+    assert steps.watches[0].reached == 0
+    steps.take((0, 1, 1), unused=most // 2)
+    steps.assert_scored(0, 2)
+
+
+def test_many_rows_are_scored_in_parts() -> None:
+    steps = Steps("stop")
+    steps.take((0, 0, 2 * _AT_ONCE // HIDDEN + 3))
+    steps.assert_scored(0, 2 * _AT_ONCE // HIDDEN + 3)
+
+
+def test_rows_that_cannot_be_scored_later_are_an_error_of_the_step_that_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps("flag")
+    steps.take((0, 0, 1))
+    monkeypatch.setattr("midstream.workers.runner.probes._products", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        steps.scorer.settle(wait=True, over=steps.watches)
+    steps.scorer.settle(wait=True, over=steps.watches)  # said once
