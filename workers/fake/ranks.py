@@ -194,7 +194,7 @@ class FakeRanks:
         if not probes:
             return None
         watch, positions = Watch(finished.spec.key, probes), len(finished.fed)
-        for mine in watch.columns:
+        for mine in watch.kind.columns:
             scores = np.arange(positions)[:, None] + np.arange(len(mine))
             watch.put(0, np.array(mine), scores.astype(np.float32))
         return watch

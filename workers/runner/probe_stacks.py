@@ -71,9 +71,9 @@ class Stacks:
         for recording in recordings:
             ports: dict[int, list[int]] = {}  # port → which of the probes here
             for place, number in enumerate(here):
-                at, *site = reads[number]
+                at, hook, layer = reads[number]
                 if at == recording.capture.at:
-                    ports.setdefault(recording.ports[tuple(site)], []).append(place)
+                    ports.setdefault(recording.ports[hook, layer], []).append(place)
             parts = [[probes[here[place]] for place in places] for places in ports.values()]
             columns = [column for places in ports.values() for place in places for column in kind.columns[place]]
             stacks.append(self._stack(list(ports), parts, columns))

@@ -41,7 +41,8 @@ class Readings:
     def __init__(self, readers: Mapping[type, Reader], limit: int, fails: Callable[[], bool] = lambda: False) -> None:
         """`readers`: by the type of `StoredCapture.reading`. `limit`: bytes of a part. `fails`: tests only, reading fails while true."""
         self._readers, self._limit, self._fails = dict(readers), limit, fails
-        self._preparing = {kind: reader for kind, reader in readers.items() if isinstance(reader, Preparing)}
+        each: Mapping[type, object] = readers or {}
+        self._preparing = {kind: reader for kind, reader in each.items() if isinstance(reader, Preparing)}
 
     def prepare(self, spec: RankSpec) -> tuple[dict[int, Any], str]:
         """What readers need of other ranks, by the capture's number; and why there is none, which is the same on every rank.

@@ -161,8 +161,9 @@ class Watch:
             raise ProbeError(f"probe {name!r}: {seen} at position {where}")
         self._aggregate(positions)
         aggregates = self.aggregates[:positions]
-        above = aggregates >= self.kind.thresholds
-        crossed = [first if ever else None for first, ever in zip(above.argmax(0).tolist(), above.any(0).tolist(), strict=True)]
+        above = np.asarray(aggregates >= self.kind.thresholds)
+        ever: np.ndarray = above.any(axis=0)
+        crossed = [int(first) if some else None for first, some in zip(above.argmax(axis=0), ever, strict=True)]
         last: list[float] = aggregates[-1].tolist()
         results = [
             ProbeScore(
