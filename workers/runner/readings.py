@@ -41,7 +41,7 @@ class Readings:
     def __init__(self, readers: Mapping[type, Reader], limit: int, fails: Callable[[], bool] = lambda: False) -> None:
         """`readers`: by the type of `StoredCapture.reading`. `limit`: bytes of a part. `fails`: tests only, reading fails while true."""
         self._readers, self._limit, self._fails = dict(readers), limit, fails
-        each: Mapping[type, object] = readers or {}
+        each: Mapping[type, object] = readers
         self._preparing = {kind: reader for kind, reader in each.items() if isinstance(reader, Preparing)}
 
     def prepare(self, spec: RankSpec) -> tuple[dict[int, Any], str]:

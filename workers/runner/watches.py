@@ -162,8 +162,8 @@ class Watch:
         self._aggregate(positions)
         aggregates = self.aggregates[:positions]
         above = np.asarray(aggregates >= self.kind.thresholds)
-        ever: np.ndarray = above.any(axis=0)
-        crossed = [int(first) if some else None for first, some in zip(above.argmax(axis=0), ever, strict=True)]
+        firsts = np.where(above.any(axis=0), above.argmax(axis=0), -1).tolist()
+        crossed = [None if first < 0 else first for first in firsts]
         last: list[float] = aggregates[-1].tolist()
         results = [
             ProbeScore(
