@@ -17,7 +17,6 @@ from stack import Stack
 from typer.testing import CliRunner
 
 from midstream.broker.ledger.captures import Captures
-from midstream.broker.ledger.source_runs import SourceRuns
 from midstream.client import CaptureReader, Client
 from midstream.client.cli import main
 from midstream.schemas.errors import MidstreamError
@@ -145,7 +144,6 @@ def test_rows_of_a_source_run_are_patched_from_the_bucket(stack: Apart) -> None:
     told = stack.result(job).determinism
     assert told is not None
     assert told.consistent
-    stack.do(lambda ledger: SourceRuns(ledger).delete("paris"))
 
 
 @pytest.mark.parametrize("layout", ["packed", "segment"])
@@ -204,7 +202,7 @@ def test_a_store_that_is_away_for_seconds_costs_time_alone(stack: Apart, client:
     check(client.capture(job))
 
 
-def test_a_store_that_is_away_stops_captures_with_its_reason_until_it_is_back(stack: Apart, client: Client, proxy: FaultProxy) -> None:
+def test_a_store_that_refuses_fails_captures_with_the_reason_until_it_is_back(stack: Apart, client: Client, proxy: FaultProxy) -> None:
     body = {"model": "fake-model", "prompts": ["one"], "capture": {"layers": [1], "tag": "away"}}
     proxy.keys = {s3_kit.ACCESS_KEY: "rotated"}
     try:
@@ -212,14 +210,18 @@ def test_a_store_that_is_away_stops_captures_with_its_reason_until_it_is_back(st
         detail = httpx.post(f"{stack.url}/v1/jobs", json=body).json()["detail"]
         assert "the secret key does not belong to the access key" in detail
         await_that(lambda: not stack.do(lambda ledger: ledger.workers())[0].healthy, "the worker is unhealthy")
-        waiting = stack.submit(["one"], capture=capture("away"))
-        time.sleep(2.0)
-        assert stack.view(waiting).state is State.QUEUED
+        accepted = stack.wait(stack.submit(["one"], capture=capture("away")))  # before it was noticed
+        assert (accepted.state, accepted.error and accepted.error.type) == (State.FAILED, "urn:midstream:capture_failed")
+        assert accepted.error is not None
+        assert "the secret key does not belong to the access key" in accepted.error.detail
+        assert stack.wait(stack.submit(["one"])).state is State.SUCCEEDED
     finally:
         proxy.keys = {s3_kit.ACCESS_KEY: s3_kit.SECRET_KEY}
-    assert stack.wait(waiting).state is State.SUCCEEDED
-    check(client.capture(waiting))
     await_that(lambda: httpx.post(f"{stack.url}/v1/jobs", json=body).status_code == 202, "captures are accepted again")
+    await_that(lambda: stack.do(lambda ledger: ledger.workers())[0].healthy, "the worker is healthy again")
+    later = stack.submit(["one"], capture=capture("away"))
+    assert stack.wait(later).state is State.SUCCEEDED
+    check(client.capture(later))
 
 
 def test_an_upload_that_is_refused_fails_its_job_alone(stack: Apart, proxy: FaultProxy) -> None:
