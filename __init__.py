@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .client import SteeringSpec as SteeringSpec
     from .client import UnknownArgument as UnknownArgument
     from .client import VersionMismatch as VersionMismatch
+    from .client import harvest as harvest
     from .client import matrix as matrix
     from .client import probes as probes
     from .client import returned_rows as returned_rows
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "MidstreamError", "PatchSource", "PatchSpec",
-    "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "__version__", "matrix", "probes",
-    "returned_rows", "samples",
+    "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "__version__", "harvest", "matrix",
+    "probes", "returned_rows", "samples",
 ]  # fmt: skip
 
 
@@ -39,4 +40,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import client
 
-    return import_module(".client.probes", __name__) if name == "probes" else getattr(client, name)
+    return import_module(f".client.{name}", __name__) if name in ("probes", "harvest") else getattr(client, name)

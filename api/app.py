@@ -18,6 +18,7 @@ from .context import open_context
 from .routes import (
     captures,
     completions,
+    harvests,
     jobs,
     keys,
     pages,
@@ -42,7 +43,7 @@ VERSION_HEADER = "x-midstream-version"
 
 ROUTES = [
     *jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *source_runs.ROUTES, *steering.ROUTES, *registered.ROUTES,
-    *probes.ROUTES, *sweeps.ROUTES, *webhooks.ROUTES, *keys.ROUTES, *status.ROUTES, *service.ROUTES, *pages.ROUTES,
+    *probes.ROUTES, *sweeps.ROUTES, *harvests.ROUTES, *webhooks.ROUTES, *keys.ROUTES, *status.ROUTES, *service.ROUTES, *pages.ROUTES,
     *tokens.ROUTES,
 ]  # fmt: skip
 

@@ -13,6 +13,7 @@ import msgspec
 from litestar import Request
 
 from ..broker.artifacts.retention import Usage
+from ..broker.ledger.harvests import Harvests
 from ..broker.ledger.jobs import Ledger, Outcome, new_job_id
 from ..broker.ledger.keys import Keys
 from ..broker.ledger.loras import Loras
@@ -86,6 +87,7 @@ class AppContext:
         self.saes = Saes(ledger)
         self.lenses = TunedLenses(ledger)
         self.probes = Probes(ledger)
+        self.harvests = Harvests(ledger)
         self._features = FeatureFiles(settings.sae_dir)
         self._reading_features = anyio.CapacityLimiter(1)
         self.watcher = watcher
@@ -246,6 +248,12 @@ class AppContext:
     async def cancel(self, job_id: str) -> JobView:
         """Raises `conflict` for a job that is over. The broadcast is a hint; a worker also sees the state when it renews."""
         view = await self.ledger.request_cancel(job_id)
+        await self.tell_worker(view)
+        return view
+
+    async def tell_worker(self, view: JobView) -> None:
+        """Have the worker of a job that is being cancelled look at once."""
+        job_id = view.id
         if view.state is State.CANCELLING:
             try:
                 with anyio.fail_after(BROADCAST_S):
@@ -259,7 +267,6 @@ class AppContext:
                 log.warning(
                     "cannot broadcast the cancellation of job %s (%r): it takes effect at the worker's next lease renewal", job_id, error
                 )
-        return view
 
     # --- Waiting ---
 

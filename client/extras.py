@@ -8,6 +8,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "client": ("httpx", "rich", "tqdm", "typer"),
     "plots": ("matplotlib", "pandas"),
     "probes": ("sklearn",),
+    "harvest": ("pyarrow",),
     "up": (
         "celery", "kombu", "redis", "hiredis", "zmq", "prometheus_client", "httpcore", "litestar", "uvicorn", "tokenizers", "jinja2",
     ),

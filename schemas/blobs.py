@@ -59,17 +59,17 @@ def encode_header(tensors: Sequence[tuple[str, str, Sequence[int], int]], manife
 
     `size`: of the header, a multiple of 8; it is larger only where it has to be.
     """
-    return _header(tensors, {} if manifest is None else {"manifest": msgspec.json.encode(manifest).decode()}, size)
+    return safetensors_header(tensors, {} if manifest is None else {"manifest": msgspec.json.encode(manifest).decode()}, size)
 
 
 def encode_safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """A whole safetensors file. The widest elements come first, so that each tensor is aligned."""
     ordered = sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1].dtype])
-    header = _header([(name, DTYPE_NAMES[tensor.dtype], tensor.shape, len(tensor.data)) for name, tensor in ordered], metadata)
+    header = safetensors_header([(name, DTYPE_NAMES[tensor.dtype], tensor.shape, len(tensor.data)) for name, tensor in ordered], metadata)
     return b"".join([header, *(tensor.data for _, tensor in ordered)])
 
 
-def _header(tensors: Sequence[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str], size: int = 0) -> bytes:
+def safetensors_header(tensors: Sequence[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str], size: int = 0) -> bytes:
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for name, dtype, shape, length in tensors:

@@ -12,6 +12,7 @@ from .errors import Problem
 from .extensions import ReaderSpec
 from .features import FeatureList
 from .handling import Callback, Priority
+from .harvest_work import HarvestPart
 from .images import ImageRef
 from .keys import DEFAULT_TENANT
 from .lens import LensSpec
@@ -101,9 +102,9 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     """A validated job as the ledger keeps it and the worker reads it. Never changes after acceptance."""
 
     id: str
-    kind: Literal["generate", "completion", "chat", "sweep"]
+    kind: Literal["generate", "completion", "chat", "sweep", "harvest"]
     model: str
-    prompts: list[StoredPrompt]  # none of a sweep
+    prompts: list[StoredPrompt]  # none of a sweep or harvest
     sampling: Sampling
     created: float
     #: One list per prompt: positions are resolved against that prompt. Empty if nothing is requested. Patches come before steering.
@@ -115,6 +116,7 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     runs: dict[str, str] = {}  # source runs that it is patched with → the job that the name pointed at then
     run: str = ""  # its captures are kept as the source run of this name
     sweep: StoredSweep | None = None
+    harvest: HarvestPart | None = None
     tenant: str = DEFAULT_TENANT  # owner of the job, its captures and its source run; invisible to other tenants
     key: str = ""  # id of the API key that it was submitted with; empty: authentication is off
     priority: Priority = "normal"
@@ -127,7 +129,8 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
 
     @property
     def wants_receipts(self) -> bool:
-        return any(self.captures) or any(self.steering) or self.sweep is not None or self.lora is not None or bool(self.probes)
+        own = self.sweep is not None or self.harvest is not None or self.lora is not None
+        return own or any(self.captures) or any(self.steering) or bool(self.probes)
 
     @cached_property
     def captured(self) -> dict[str, int]:

@@ -122,6 +122,12 @@ MAX_NEURON_COLUMNS = 256  # columns of the axis `neuron`
 MAX_RECEIVERS = 256  # of a path
 MAX_NEURONS = 4096  # neurons of a column of the axis `neuron` that are chosen by rank
 
+# --- Harvests ------------------------------------------------------------------------------------------------------------
+
+MAX_HARVEST_LINES = 4096  # documents in the request itself
+MAX_SHARD_MIB = 1024
+MAX_DOCUMENT_BYTES = 64 << 20  # of a line of a JSONL file
+
 # --- Keys, webhooks, listings ----------------------------------------------------------------------------------------------
 
 MAX_SCOPES = 16

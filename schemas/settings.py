@@ -153,6 +153,11 @@ class Settings(Record):
     sweep_cells_in_flight: Count = 64  # cells of all sweeps in the engine at a time: those of a step, and those of the next
     sweep_entry: bool = True  # start a cell's forward pass at the patched layer, where the engine can
 
+    # Harvests
+    harvest_stores: str = ""  # folders or bucket URIs that harvests may be made in, separated by commas; empty: `harvests` below `data_dir`
+    harvest_sources: str = ""  # folders or bucket URIs that corpora may be read from, separated by commas; empty: lines in the request only
+    harvest_requests_in_flight: Count = 64  # sequences of all harvests in a worker's engine at a time; a sixteenth of it beside other jobs
+
     # The worker
     engine: Literal["vllm", "fake"] = "vllm"  # `fake` generates without a model: control-plane tests and benchmarks only
     fake_token_s: NonNegative = 0.0  # seconds per token of the fake engine
@@ -223,6 +228,10 @@ class Settings(Record):
             return self.artifact_store or str(self.capture_root)
         options = urlencode({name: value for name in ("endpoint", "region") if (value := getattr(self, f"artifact_{name}"))})
         return self.artifact_store + (f"?{options}" if options else "")
+
+    @property
+    def harvest_root(self) -> Path:
+        return Path(self.data_dir).resolve() / "harvests"
 
 
 def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Settings:

@@ -10,6 +10,7 @@ import msgspec
 from .banks import BANK, RESIDUAL, RowShape, banks_of
 from .base import Record
 from .dtypes import ITEM_BYTES, RowDType
+from .harvest_work import HarvestPlace
 from .images import ImageSpan
 from .interventions import FAMILY, MEANINGS, Family, SteeringOp
 from .limits import MAX_CONSUMERS, MAX_ENTRIES, MAX_HOOKS, MAX_OPTIONS, MAX_POSITIONS, MAX_TAG, Count, Index, Name, Reference
@@ -232,6 +233,7 @@ class StoredCapture(Record, omit_defaults=True):
     row: RowShape | None = None  # null: the model's hidden size
     beside: dict[Hook, list[int]] = {}  # sites of the same `CaptureSpec` in other banks
     heads: list[int] = []  # that are stored, ascending; empty: whole rows
+    harvest: HarvestPlace | None = None  # where its rows go; `consumers` is `harvest_work.HARVEST` alone
 
     @property
     def bank(self) -> str:

@@ -8,20 +8,16 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, Protocol
 
 import anyio.to_thread
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from ...schemas.chat import PlainMessage, characters_of
+from ...schemas.chat_templates import in_parts, template_environment
 from ...schemas.errors import MidstreamError, invalid, shortened
 from ...schemas.models import TokenizerBundle
 from ...schemas.selectors import SelectorError, Span
@@ -234,7 +230,7 @@ class Codec:
     def render(self, messages: Sequence[PlainMessage]) -> str:
         template = self._template
         if self._bundle.parts:
-            messages = [{**message, "content": _parts(message["content"])} for message in messages]
+            messages = [{**message, "content": in_parts(message["content"])} for message in messages]
         try:
             return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._bundle.special_tokens)
         except Exception as error:  # whatever a template may raise, it is this conversation that it refuses
@@ -245,7 +241,7 @@ class Codec:
         if self._bundle.chat_template is None:
             raise invalid("messages", "this model has no chat template", allowed="use /v1/completions")
         try:
-            return _environment().from_string(self._bundle.chat_template)
+            return template_environment().from_string(self._bundle.chat_template)
         except jinja2.TemplateSyntaxError as error:
             raise invalid("messages", f"this model's chat template is broken: {error}", allowed="use /v1/completions") from error
 
@@ -275,42 +271,3 @@ def _untrimmed(tokenizer_json: str) -> tuple[str, int]:
     pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
     added = [token["content"] for token in tokenizer.get("added_tokens") or []]
     return json.dumps(tokenizer), max(map(len, [*pieces, *added]), default=1)
-
-
-def _parts(content: Any) -> Any:
-    """As a list of parts, which text alone is too where a template reads parts."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; here its content is rendered as it is."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> jinja2.Environment:
-    """The environment of `transformers.utils.chat_template_utils`, whose templates these are."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """jinja2's own filter escapes HTML; templates expect plain JSON with these options."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

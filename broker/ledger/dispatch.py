@@ -19,7 +19,9 @@ STEPS: dict[str, dict[Priority, int]] = {
 
 def cost_of(job: Job) -> int:
     """Cost of a job in tokens, charged to its tenant's share: its prompts and the most that it may generate; for a sweep, those of all
-    its requests."""
+    its requests; for a part of a harvest, about those of its units."""
+    if job.harvest is not None:
+        return job.harvest.tokens
     if job.sweep is not None:
         return Units(job.sweep).tokens
     return sum(len(prompt.token_ids) for prompt in job.prompts) + job.sampling.max_tokens * len(job.prompts)

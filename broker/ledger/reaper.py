@@ -18,6 +18,7 @@ from ..queue.celery_app import lists_of, queue_of
 from ..queue.messages import job_of_task
 from . import scripts
 from .captures import Captures
+from .harvests import Harvests
 from .jobs import Ledger, reachable
 from .source_runs import SourceRuns
 from .usage_reconciliation import UsageReconciliation
@@ -81,6 +82,7 @@ class Reaper:
         self._recount_at = 0.0
         self._captures = Captures(ledger)
         self._runs = SourceRuns(ledger)
+        self._harvests = Harvests(ledger)
 
     @reachable
     async def sweep(self, at: float | None = None) -> ReaperReport:
@@ -111,6 +113,7 @@ class Reaper:
         for model, jobs in queued.items():
             report.resent += await self._resend_lost(model, jobs, at)
         report.picked = scripts.text(await self._scripts.top_up(args=scripts.pack(self._settings, at)))
+        await self._harvests.advance_all()
         report.corrected = await self._recount(at)
         report.pruned = await self._prune(at) + await self._runs.prune(at)
         try:

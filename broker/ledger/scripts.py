@@ -18,7 +18,7 @@ from ...schemas.base import now, to_json, to_msgpack
 from ...schemas.errors import STATUS_OF_KIND, MidstreamError
 from ...schemas.jobs import TERMINAL, TRANSITIONS, Job, State
 from ...schemas.keys import unscoped
-from ...schemas.limits import MAX_PROBES, MAX_WATCHING
+from ...schemas.limits import MAX_COUNT, MAX_PROBES, MAX_WATCHING
 from ...schemas.loras import use_of
 from ...schemas.probes import Probe
 from ...schemas.receipts import LostRange, Receipt
@@ -36,6 +36,8 @@ from .tenants import limits_of
 
 #: A job that has been queued this long without being claimed is searched for in the broker's lists.
 QUEUED_LOOK_S = 10.0
+#: Kinds of job whose workers read their receipts from the ticket: those neither count towards the job nor fail it.
+READS_RECEIPTS = ("sweep", "harvest")
 #: Limit on a sweep's events other than cells: every attempt has a few.
 SWEEP_EVENTS = 1000
 #: Retention of the mark of a receipt stream; by then its worker is long gone. (One that returns
@@ -48,7 +50,7 @@ NAMES = (
     "submit", "claim", "store", "fail", "cancel", "cancelled", "release", "release_boots", "renew", "emit",
     "settle", "lost", "sweep", "look_again", "forget_captures", "removed_captures", "desync",
     "propose", "commit", "abort", "put_module", "delete_module", "delete_run", "keep_units", "top_up", "recount", "recounted",
-    "list_modules", "forget_workers", "put_probe", "delete_probe",
+    "keep_harvest", "list_modules", "forget_workers", "put_probe", "delete_probe",
 )  # fmt: skip
 
 #: Included at the start of every script, in this order.
@@ -109,6 +111,7 @@ def _tables() -> str:
             f"local SENT_CHANNEL = {_lua(SENT_CHANNEL)}",
             f"local QUEUED_LOOK_S = {QUEUED_LOOK_S}",
             f"local SWEEP_EVENTS = {SWEEP_EVENTS}",
+            f"local READS_RECEIPTS = {_lua(dict.fromkeys(READS_RECEIPTS, True))}",
             f"local MARK_TTL_S = {MARK_TTL_S}",
         ]
     )
@@ -136,9 +139,16 @@ def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]
     )  # fmt: skip
 
 
+def _requests(job: Job) -> int:
+    """Limit on the numbers of a job's requests."""
+    if job.harvest is not None:
+        return MAX_COUNT
+    return len(job.prompts) if job.sweep is None else Units(job.sweep).requests
+
+
 def asked_requests(job: Job) -> int:
     """Number of the job's prompts that have an intervention, a capture, a probe or an adapter, and so get a receipt from every rank.
-    (0 for a sweep, which reads its own receipts.)"""
+    (0 for a sweep or a harvest, which read their own receipts.)"""
     if job.lora is not None or job.probes:
         return len(job.prompts)
     return sum(1 for captures, steering in zip_longest(job.captures, job.steering) if captures or steering)
@@ -177,7 +187,7 @@ def submit(
         created=repr(job.created),
         kind=job.kind,
         model=job.model,
-        prompts=len(job.prompts) if job.sweep is None else Units(job.sweep).requests,
+        prompts=_requests(job),
         asked=asked_requests(job),
         captures=any(job.captures) or job.sweep is not None,
         steers=any(job.steering) or job.lora is not None,

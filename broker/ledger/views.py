@@ -96,7 +96,7 @@ def view(job_id: str, values: Sequence[bytes | None], settings: Settings) -> Job
         capture_status=cast(CaptureStatus, record["capture_status"].decode()),
         receipts=int(record["receipts"]),
         receipts_expected=int(record["expected"]),
-        prompts=0 if record["kind"] == b"sweep" else int(record["prompts"]),
+        prompts=0 if record["kind"] in (b"sweep", b"harvest") else int(record["prompts"]),
         error=from_json(record["error"], Problem) if "error" in record else None,
         metadata=from_json(record["metadata"], dict[str, str]),
         steered=b"1" in (record.get("steers"), record.get("everyone")),

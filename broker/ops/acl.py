@@ -18,7 +18,7 @@ PASSWORD_BYTES = 32
 USERS_FILE = "users.acl"
 
 #: `ms:keys` has the API keys, `ms:hook-secret:…` the secrets of webhooks: what follows has neither.
-OPEN_KEYS = ("~ms:[^kh]*", "~ms:held:*", "~ms:hooks", "~ms:hook:*", "~ms:hook-[^s]*")
+OPEN_KEYS = ("~ms:[^kh]*", "~ms:held:*", "~ms:hooks", "~ms:hook:*", "~ms:hook-[^s]*", "~ms:harvest*")
 HOOK_SECRETS = ("~ms:hook-secret:*",)
 #: What every change of a job may write to: a message, and the event that it was sent (database 0).
 QUEUES, SENT_CHANNEL = ("~midstream.*",), "&/0.celeryev/task.sent"

@@ -21,6 +21,7 @@ from . import (
     captures,
     curve,
     features,
+    harvests,
     jobs,
     keys,
     lens,
@@ -167,6 +168,7 @@ lens.register(app)
 features.register(app)
 source_runs.register(app)
 sweeps.register(app)
+harvests.register(app)
 service.register(app)
 stack.register(app)
 webhooks.register(app)

@@ -23,6 +23,7 @@ from . import discovery, download, wire
 from . import jobs as calls
 from .attention import AsyncAttentionCalls, AttentionCalls
 from .features import AsyncFeatureCalls, FeatureCalls
+from .harvests import AsyncHarvestCalls, HarvestCalls
 from .keys import AsyncKeyCalls, KeyCalls
 from .lens import AsyncLensCalls, LensCalls
 from .loras import AsyncLoraCalls, LoraCalls
@@ -50,6 +51,7 @@ class Client(
     FeatureCalls,
     RunCalls,
     SweepCalls,
+    HarvestCalls,
     KeyCalls,
     WebhookCalls,
     ServiceCalls,
@@ -296,6 +298,7 @@ class AsyncClient(
     AsyncFeatureCalls,
     AsyncRunCalls,
     AsyncSweepCalls,
+    AsyncHarvestCalls,
     AsyncKeyCalls,
     AsyncWebhookCalls,
     AsyncServiceCalls,

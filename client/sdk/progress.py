@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ...schemas.harvests import HarvestView
 from ...schemas.jobs import Event
 from ...schemas.sweeps import SweepCell, SweepStart
 from ..notebook import in_notebook
@@ -27,6 +28,20 @@ def prompts_bar(total: int) -> Iterator[Callable[[Event], None] | None]:
     """A bar to call with a job's events: counts finished prompts, and appears after `DELAY_S`. None as for `bar`."""
     with _drawn(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
         yield None if drawn is None else _Prompts(drawn)
+
+
+@contextmanager
+def harvest_bar() -> Iterator[Callable[[HarvestView], None] | None]:
+    """A bar to call with looks at a harvest: the share of the source, tokens/s and time left. None as for `bar`."""
+    with _drawn(total=1.0, bar_format="{desc} {percentage:5.1f}%|{bar}| {postfix}") as drawn:
+
+        def show(view: HarvestView) -> None:
+            drawn.n = view.share
+            drawn.set_description_str(view.state + (f" ({view.reason})" if view.reason else ""), refresh=False)
+            left = "" if view.left_s is None else f", {drawn.format_interval(view.left_s)} left"
+            drawn.set_postfix_str(f"{view.rows:,} rows, {view.tokens_s:,.0f} tokens/s{left}")
+
+        yield None if drawn is None else show
 
 
 @contextmanager

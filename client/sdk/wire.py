@@ -237,10 +237,11 @@ def raise_problem(response: httpx.Response) -> None:
     if server != __version__ and (kind not in STATUS_OF_KIND or kind == "invalid_request"):
         # The other version may have other fields: say so, or the message sends the user looking for a mistake of their own.
         raise VersionMismatch(server or "of unknown version", f"{problem.field + ': ' if problem.field else ''}{problem.detail}")
-    raise _told(problem)
+    raise told(problem)
 
 
-def _told(problem: Problem) -> MidstreamError:
+def told(problem: Problem) -> MidstreamError:
+    """The error that a problem document describes."""
     kind = problem.type.rpartition(":")[2]
     return MidstreamError(kind if kind in STATUS_OF_KIND else "internal", problem.detail, field=problem.field, allowed=problem.allowed)
 
@@ -338,7 +339,7 @@ class EventParser:
             return None
         self.last_id = fields.get("id", [self.last_id])[-1]
         if fields["event"][-1] == PROBLEM_EVENT:
-            raise _told(msgspec.convert(_lenient("\n".join(fields["data"])), Problem))
+            raise told(msgspec.convert(_lenient("\n".join(fields["data"])), Problem))
         body = json.loads("\n".join(fields["data"]))
         attempt = body.pop("attempt", 0)
         return msgspec.convert({"event": fields["event"][-1], "data": body, "attempt": attempt, "id": self.last_id}, Event)

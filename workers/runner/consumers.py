@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 import numpy as np
 
 from ...schemas.dtypes import DTYPES, widened
+from ...schemas.harvest_work import HARVEST
 from ...schemas.readings import READER
 from ...schemas.specs import memory_bytes
 from .apart import Apart, LateError
@@ -124,7 +125,7 @@ def installed() -> dict[str, Installed]:
     """The consumers of other packages by name, made once per process. One that cannot be loaded or made is logged and left out."""
     found: dict[str, Installed] = {}
     for entry in entry_points(group=ENTRY_POINTS):
-        if entry.name in (*BUILT_IN, READER) or entry.name in found:
+        if entry.name in (*BUILT_IN, HARVEST, READER) or entry.name in found:
             logger.error("capture consumer %s of %s skipped: the name is already in use", entry.name, entry.value)
             continue
         try:

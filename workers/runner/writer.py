@@ -11,11 +11,13 @@ import msgspec
 
 from ...broker.artifacts.retention import Usage
 from ...broker.receipts.outbox import Outbox
+from ...schemas.harvest_work import HARVEST, WRITE_FAILED
 from ...schemas.readings import READER
 from ...schemas.receipts import CapturedFile, Consumed, Receipt
 from ...storage.store import open_store
 from .consumers import BUILT_IN, Logging, Memory, installed
 from .finished import Consumer, FinishedCapture, Outcome
+from .harvest import Harvest
 from .layouts import Filesystem, StoreConfig, each
 
 if TYPE_CHECKING:  # it imports the kernels' buffers, and so torch, which the fake engine's worker does without
@@ -27,7 +29,7 @@ logger = logging.getLogger(__name__)
 GROUP_REQUESTS = 256
 GROUP_BYTES = 64 << 20
 #: If these fail, the capture has failed: its rows are nowhere. Failures of others only leave it incomplete.
-ESSENTIAL = frozenset({"filesystem", "memory", READER})
+ESSENTIAL = frozenset({"filesystem", "memory", HARVEST, READER})
 #: A message names at most this many positions, and is cut at this many characters.
 _POSITIONS, _MESSAGE = 16, 1000
 #: So much of the boot's id is in the names of segments: enough that two starts of a worker do not share any.
@@ -113,7 +115,7 @@ class Writer:
         self.totals = {"captured_rows": 0, "captured_bytes": 0, "dropped_positions": 0}  # since the start
         self._diverted: Diversion | None = None
         self._lock = threading.Lock()
-        self._shared: dict[str, Consumer] = {"memory": Memory(memory_limit), "logging": Logging(), **installed()}
+        self._shared: dict[str, Consumer] = {"memory": Memory(memory_limit), "logging": Logging(), HARVEST: Harvest(), **installed()}
         if readings is not None:
             self._shared[READER] = readings
         usage = Usage(store.store, store.quota)
@@ -240,8 +242,8 @@ class Writer:
     def _action(self, name: str, consumers: Mapping[str, Consumer]) -> Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]:
         if self._diverted is not None:
             return self._diverted.consume
-        if name == "filesystem" and self._fail_writes():
-            return lambda captures: [Outcome(error="write failed: fault injected: write")] * len(captures)
+        if name in ("filesystem", HARVEST) and self._fail_writes():
+            return lambda captures: [Outcome(error=f"{WRITE_FAILED}fault injected: write")] * len(captures)
         if name not in consumers:
             return lambda captures: [Outcome(error=f"rank {captures[0].rank} has no such consumer")] * len(captures)
         return consumers[name].consume

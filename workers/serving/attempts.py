@@ -13,11 +13,14 @@ from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 
+from ...broker.ledger.harvests import PARTS_PER_WORKER, Harvests
+from ...broker.ledger.harvests import Kept as HarvestKept
 from ...broker.ledger.jobs import Claim, ClaimRefused, Ledger
 from ...broker.ledger.sweeps import Kept
 from ...schemas.base import now
 from ...schemas.errors import MidstreamError, Problem
 from ...schemas.faults import crash_point
+from ...schemas.harvest_work import SHARDS_AT_ONCE
 from ...schemas.images import digest_of
 from ...schemas.jobs import Event, Job, Output, State
 from ...schemas.probes import TokenScores, label_starts
@@ -29,6 +32,7 @@ from ..engine.admission import CellSlots, CrowdedOut
 from ..engine.collective import Quarantined
 from ..engine.protocol import Engine, Progress, check_lengths, engine_request
 from .attempt import Attempt, AttemptOutcome, JobFailed
+from .harvests import HarvestAttempt
 from .progress import AttemptProgress, Totals
 from .redis_retry import UNAVAILABLE, patiently
 from .source_run_leases import SourceRunLeases
@@ -75,6 +79,10 @@ class Attempts:
         self._unwanted: deque[str] = deque(maxlen=UNWANTED)
         self.sources = SourceRunLeases(ledger, engine, worker)
         self._cells = CellSlots(self._cells_at_once)  # of all sweeps
+        self._harvests = Harvests(ledger)
+        self._parts = 0  # of harvests, that run or are about to
+        self._sequences = CellSlots(self._sequences_at_once)  # of all harvests
+        self._shards = asyncio.Semaphore(SHARDS_AT_ONCE)
         self.totals = Totals()
 
     @property
@@ -86,6 +94,12 @@ class Attempts:
         """Few while others wait for their tokens: a step with an ordinary request in it computes every cell from the first layer."""
         limit = self._ledger.settings.sweep_cells_in_flight
         alone = all(attempt.job.sweep is not None for attempt in self._running.values())
+        return limit if alone else max(1, limit // SHARE_BESIDE)
+
+    def _sequences_at_once(self) -> int:
+        """Likewise: what else the worker runs has most of each step."""
+        limit = self._ledger.settings.harvest_requests_in_flight
+        alone = all(attempt.job.harvest is not None for attempt in self._running.values())
         return limit if alone else max(1, limit // SHARE_BESIDE)
 
     def stop(self, job_ids: Iterable[str], ending: AttemptOutcome, held: Mapping[str, int] | None = None) -> None:
@@ -108,6 +122,17 @@ class Attempts:
         """Wait until every attempt is over."""
         while self._running:
             await asyncio.wait([attempt.task for attempt in self._running.values()])
+
+    async def run_part(self, job_id: str) -> AttemptOutcome:
+        """As `run_job`, of a part of a harvest; put back while this worker has as many as it should."""
+        if self._parts >= PARTS_PER_WORKER:
+            await asyncio.sleep(ELSEWHERE_S)
+            return AttemptOutcome.PUT_BACK
+        self._parts += 1
+        try:
+            return await self.run_job(job_id)
+        finally:
+            self._parts -= 1
 
     async def run_job(self, job_id: str) -> AttemptOutcome:
         """Claim and run a job. Raises JobFailed when it ended with a problem."""
@@ -175,6 +200,15 @@ class Attempts:
             attempt.progress.close()
             if self._running.get(job_id) is attempt:
                 del self._running[job_id]
+            if attempt.job.harvest is not None:
+                await self._advance(attempt.job.harvest.harvest)
+
+    async def _advance(self, harvest_id: str) -> None:
+        """Have what follows a part submitted; where that fails, the reaper does it."""
+        try:
+            await self._harvests.advance(harvest_id)
+        except MidstreamError as error:
+            logger.warning("harvest %s: %s", harvest_id, error)
 
     async def _claim(self, job_id: str, global_steering: GlobalSteering) -> Claim | None:
         """The claimed job, or None when there is nothing to run. Raises JobFailed for a job that cannot be read, ClaimRefused."""
@@ -204,7 +238,7 @@ class Attempts:
         try:
             check_lengths(attempt.job, self._engine.info)
             async with self._adapter(attempt.job), self._autoencoders(attempt.job):
-                outputs = await (self._generate(attempt) if attempt.job.sweep is None else self._sweep(attempt))
+                outputs = await self._work(attempt)
             attempt.check()
             crash_point("worker.generated")
             began = now()
@@ -273,6 +307,20 @@ class Attempts:
             finally:
                 await self._engine.release_vectors(names)
         return [output.result() for output in outputs]
+
+    async def _work(self, attempt: Attempt) -> list[Output]:
+        if attempt.job.harvest is not None:
+            return await self._harvest(attempt)
+        return await (self._generate(attempt) if attempt.job.sweep is None else self._sweep(attempt))
+
+    async def _harvest(self, attempt: Attempt) -> list[Output]:
+        """What a part gives is kept as it comes."""
+
+        def refused(kept: HarvestKept) -> None:
+            attempt.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)
+
+        await HarvestAttempt(self._ledger, self._engine, attempt, self._sequences, self._shards, self._fetch, refused).run()
+        return []
 
     async def _sweep(self, attempt: Attempt) -> list[Output]:
         """What a sweep gives is kept as it comes."""

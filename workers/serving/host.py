@@ -99,10 +99,11 @@ class EngineHost:
         """Of the model, once the engine is ready."""
         return self._engine.info.caveats if self._engine is not None else []
 
-    def run(self, job_id: str) -> AttemptOutcome:
+    def run(self, job_id: str, kind: str = "") -> AttemptOutcome:
         """Run a job on the engine's loop and wait for its end. Raises JobFailed when it ended with a problem."""
         assert self._attempts is not None, "start() first"
-        outcome: AttemptOutcome = self._schedule(self._attempts.run_job(job_id)).result()
+        work = self._attempts.run_part if kind == "harvest" else self._attempts.run_job
+        outcome: AttemptOutcome = self._schedule(work(job_id)).result()
         return outcome
 
     def view(self, job_id: str) -> JobView:

@@ -11,7 +11,7 @@ from .attempt import AttemptOutcome, JobFailed
 from .host import EngineHost
 from .task_states import JobRequest, PutBack, Settlements, Settling, Told
 
-KINDS = ("generate", "completion", "chat", "sweep")
+KINDS = ("generate", "completion", "chat", "sweep", "harvest")
 
 #: Messages go back to the queue when the engine is dead or does not serve for long; not so fast that they come round in
 #: circles until the consumer closes.
@@ -27,12 +27,12 @@ def register_tasks(app: Celery, host: EngineHost) -> None:
     app.task_events = None  # the consumer's, as soon as it is connected
     app.settlements = Settlements(host.settings.redis_url, lambda: app.task_events)
     for kind in KINDS:
-        app.task(name=f"midstream.{kind}", base=JobTask, throws=(JobFailed,))(_body(host))
+        app.task(name=f"midstream.{kind}", base=JobTask, throws=(JobFailed,))(_body(host, kind))
 
 
-def _body(host: EngineHost) -> Callable[[str], str]:
+def _body(host: EngineHost, kind: str) -> Callable[[str], str]:
     def run(job_id: str) -> str:
-        outcome = host.run(job_id)
+        outcome = host.run(job_id, kind)
         if outcome is AttemptOutcome.SUCCEEDED:
             return outcome.value
         if outcome is AttemptOutcome.GENERATED:

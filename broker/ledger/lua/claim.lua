@@ -31,7 +31,7 @@ local hash = key('job', id)
 job.attempt = redis.call('HINCRBY', hash, 'attempt', 1)
 job.worker = worker
 local asked = args.everyone and job.prompts or job.asked
-if job.kind == 'sweep' then
+if READS_RECEIPTS[job.kind] then
   asked = 0 -- its worker reads the receipts of each unit
 end
 redis.call('HSET', hash, 'worker', worker, 'boot', args.boot, 'claim', args.call, 'lease', now + args.lease_s, 'receipts', 0,

@@ -11,7 +11,7 @@ local failed = 0
 for _, id in ipairs(args.jobs) do
   local job = read(id)
   -- A sweep continues: only cells with missing receipts fail.
-  if job and job.state == 'running' and job.worker == worker and job.kind ~= 'sweep' then
+  if job and job.state == 'running' and job.worker == worker and not READS_RECEIPTS[job.kind] then
     local kind = (job.captures or not job.steers) and 'capture_failed' or 'intervention_failed'
     if fail(job, kind, 'rank ' .. args.rank .. ' of worker ' .. worker .. ' lost its receipts ' .. first .. ' to ' .. last .. ': '
       .. (args.message ~= '' and args.message or 'its outbox was damaged')) then

@@ -107,7 +107,7 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
     if flagged and job.state == 'running' then
       announce(job, 'flagged')
     end
-    local sweep = job.kind == 'sweep' -- its worker reads the ticket, unit by unit
+    local sweep = READS_RECEIPTS[job.kind] -- its worker reads the ticket, unit by unit
     if not sweep then
       job.receipts, job.more = job.receipts + 1, job.more + 1
       if not job.touched then

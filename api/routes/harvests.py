@@ -1,0 +1,158 @@
+"""The routes of harvests: accept, look, list, follow, pause, resume, cancel, delete."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import anyio.to_thread
+from litestar import Response, delete, get, post
+from litestar.params import JSONBody, PathParameter
+from litestar.response import Stream
+
+from ...broker.ledger.harvests import Wanted
+from ...schemas.base import to_json
+from ...schemas.errors import MidstreamError
+from ...schemas.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
+from ...schemas.keys import Caller
+from ...schemas.limits import MAX_NAME
+from ...storage.store import open_store
+from ..context import AppContext, context_of
+from ..resolve.harvests import plan_harvest
+from ..responses import events
+from ..web.auth import caller_of, tenant_asked
+from ..web.body import JsonRequest
+from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, Key, PageSize, Whose
+
+#: How often a stream looks for news, and how long it may be silent.
+LOOK_S = 0.5
+
+HarvestId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The harvest's id")]
+
+
+@post(
+    "/v1/harvests",
+    status_code=202,
+    summary="Harvest a corpus",
+    description="Rows of every document of a source become shards in a store, each once. The harvest is durable once the response is "
+    "sent; repeating a submission with the same `Idempotency-Key` returns the same harvest.",
+    responses=SUBMIT_ERRORS,
+)
+async def post_harvest(data: JSONBody[HarvestRequest], request: JsonRequest, key: Key = None) -> Response[HarvestView]:
+    context, caller = context_of(request), caller_of(request)
+    idempotency = request.idempotency(key)
+    info = await context.model(data.model)
+    steering = (await context.model_state(info.name, [], caller)).global_steering.digest
+    harvest = await plan_harvest(data, info, context.settings, steering, caller)
+    harvest_id = await context.harvests.submit(harvest, idempotency)
+    await context.harvests.advance(harvest_id)
+    return Response(await context.harvests.view(harvest_id), status_code=202, headers={"Location": f"/v1/harvests/{harvest_id}"})
+
+
+@get("/v1/harvests", summary="List harvests, newest first", responses=ERRORS)
+async def list_harvests(request: JsonRequest, limit: PageSize = 50, tenant: Whose = None) -> HarvestPage:
+    return await context_of(request).harvests.list(tenant_asked(caller_of(request), tenant), limit)
+
+
+@get("/v1/harvests/{harvest_id:str}", summary="Get a harvest", responses=ERRORS)
+async def get_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestView:
+    return await _seen(request, harvest_id)
+
+
+@get(
+    "/v1/harvests/{harvest_id:str}/events",
+    summary="Stream a harvest's progress",
+    description="Server-sent events: `progress` with the harvest as `GET /v1/harvests/{harvest_id}` answers, whenever it has changed; "
+    "`done` is the last.",
+    media_type=events.MEDIA_TYPE,
+    responses=ERRORS,
+)
+async def harvest_events(harvest_id: HarvestId, request: JsonRequest) -> Response[Any]:
+    await _seen(request, harvest_id)
+    return Stream(_progress(context_of(request), harvest_id, caller_of(request)), media_type=events.MEDIA_TYPE, headers=events.HEADERS)
+
+
+async def _progress(context: AppContext, harvest_id: str, caller: Caller) -> AsyncIterator[bytes]:
+    version, silent = 0, 0.0
+    with context.key_watch.of(caller) as held_key:
+        while not context.closing:
+            try:
+                held_key.check()
+                view = await context.patiently(lambda: context.harvests.view(harvest_id))
+            except MidstreamError as error:
+                yield events.encode_problem(error.problem(f"/v1/harvests/{harvest_id}"))
+                return
+            silent += LOOK_S
+            if view.version != version:
+                version, silent = view.version, 0.0
+                yield b"id: %d\nevent: progress\ndata: %b\n\n" % (version, to_json(view))
+            elif silent >= events.PING_S:
+                silent = 0.0
+                yield events.PING
+            if view.state in OVER:
+                yield b"event: done\ndata: %b\n\n" % to_json({"state": view.state})
+                return
+            await context.or_closing(asyncio.sleep(LOOK_S), held_key)
+
+
+@post(
+    "/v1/harvests/{harvest_id:str}/pause",
+    status_code=202,
+    summary="Pause a harvest",
+    description="Shards that are under way are dropped, and computed again after `resume`; those that are done stay.",
+    responses={409: PROBLEM, **ERRORS},
+)
+async def pause_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestView:
+    return await _ask(request, harvest_id, "pause")
+
+
+@post("/v1/harvests/{harvest_id:str}/resume", status_code=202, summary="Resume a harvest", responses={409: PROBLEM, **ERRORS})
+async def resume_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestView:
+    return await _ask(request, harvest_id, "run")
+
+
+@post(
+    "/v1/harvests/{harvest_id:str}/cancel",
+    status_code=202,
+    summary="Cancel a harvest",
+    description="What was written stays until it is deleted, without a manifest.",
+    responses={409: PROBLEM, **ERRORS},
+)
+async def cancel_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestView:
+    return await _ask(request, harvest_id, "cancel")
+
+
+@delete(
+    "/v1/harvests/{harvest_id:str}",
+    status_code=204,
+    summary="Delete a harvest",
+    description="Its record and all its files. Only one that has ended.",
+    responses={409: PROBLEM, **ERRORS},
+)
+async def delete_harvest(harvest_id: HarvestId, request: JsonRequest) -> None:
+    view = await _seen(request, harvest_id)
+    if view.state not in OVER:
+        raise MidstreamError("conflict", f"harvest {harvest_id} has not ended: cancel it first")
+    base, _, name = view.uri.rpartition("/")
+    await anyio.to_thread.run_sync(lambda: open_store(base).delete(f"{name}/"))
+    await context_of(request).harvests.forget(harvest_id)
+
+
+async def _ask(request: JsonRequest, harvest_id: str, wanted: Wanted) -> HarvestView:
+    context = context_of(request)
+    await _seen(request, harvest_id)
+    view = await context.harvests.ask(harvest_id, wanted)
+    if wanted != "run":
+        for job in view.jobs:
+            await context.tell_worker(await context.ledger.view(job))
+    return view
+
+
+async def _seen(request: JsonRequest, harvest_id: str) -> HarvestView:
+    """Raises `not_found` for a harvest of another tenant, just as for one that there is not."""
+    view = await context_of(request).harvests.view(harvest_id)
+    if not caller_of(request).sees(view.tenant):
+        raise MidstreamError("not_found", f"unknown harvest {harvest_id}")
+    return view
+
+
+ROUTES = [post_harvest, list_harvests, get_harvest, harvest_events, pause_harvest, resume_harvest, cancel_harvest, delete_harvest]

@@ -1,0 +1,99 @@
+"""Sources of harvests: which files a request may name, and which they are. Nothing is read here but names."""
+
+import re
+from collections.abc import Iterable
+
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.harvests import Format, HarvestSource
+from ...schemas.settings import Settings
+from ...storage.store import ArtifactStore, open_store
+
+#: Ending → format.
+ENDINGS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+#: Files of a source, and folders that are looked through.
+MAX_FILES = 100_000
+
+
+def allowed(text: str) -> list[str]:
+    """The roots that a setting lists: folders or URIs, separated by commas."""
+    return [part.strip().rstrip("/") for part in text.split(",") if part.strip()]
+
+
+def store_of(settings: Settings, wanted: str | None) -> str:
+    """The URI under which harvests are made. Raises a 400 for one that the operator does not allow."""
+    there = allowed(settings.harvest_stores) or [str(settings.harvest_root)]
+    if wanted is None:
+        return there[0]
+    if wanted.rstrip("/") not in there:
+        raise invalid("store", f"{wanted!r} is not a store for harvests", allowed=", ".join(there) + " (setting harvest_stores)")
+    return wanted.rstrip("/")
+
+
+def find(settings: Settings, source: HarvestSource) -> tuple[str, list[str], Format]:
+    """(root, files in order, format) of a source with a path. Raises a 400 naming the field."""
+    assert source.path is not None, "lines are in the request"
+    roots = allowed(settings.harvest_sources)
+    if not roots:
+        raise invalid("source.path", "no folder is open to harvests", allowed="`source.lines`, or the setting harvest_sources")
+    for root in roots:
+        relative = source.path.removeprefix(root + "/") if source.path.startswith(root + "/") else source.path
+        try:
+            files = _files(open_store(root), relative.strip("/"))
+        except (ValueError, OSError) as error:
+            raise invalid("source.path", f"{source.path!r} cannot be read: {error}", allowed=_below(roots)) from error
+        if files:
+            return root, *_of_format(source, files)
+    raise invalid("source.path", f"there is no {source.path!r}", allowed=_below(roots))
+
+
+def _below(roots: Iterable[str]) -> str:
+    return "a file or folder below " + ", ".join(roots) + " (setting harvest_sources)"
+
+
+def _files(store: ArtifactStore, path: str) -> list[str]:
+    """The file itself, or those below the folder, by name."""
+    store.check(path)
+    try:
+        if not store.children(path + "/"):
+            store.stat(path)
+            return [path]
+    except FileNotFoundError:
+        return []
+    found: list[str] = []
+    folders = [path + "/"]
+    while folders:
+        for key in store.children(folders.pop()):
+            store.check(key.rstrip("/"))
+            (folders if key.endswith("/") else found).append(key)
+            if len(found) + len(folders) > MAX_FILES:
+                raise ValueError(f"it has more than {MAX_FILES} files")
+    return sorted(found, key=_natural)
+
+
+def _natural(key: str) -> list[tuple[int, int, str]]:
+    """`part-2` before `part-10`."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", key) if part]
+
+
+def _of_format(source: HarvestSource, files: list[str]) -> tuple[list[str], Format]:
+    formats = {file: ENDINGS.get(file[file.rfind(".") :].lower()) for file in files}
+    if source.format != "auto":
+        chosen = files if len(files) == 1 else [file for file in files if formats[file] == source.format]
+        kind: Format = source.format
+    else:
+        kinds = sorted({found for found in formats.values() if found is not None})
+        if len(kinds) != 1:
+            said = f"has files of several formats: {', '.join(kinds)}" if kinds else "has no file with a known ending"
+            raise invalid(
+                "source.format", f"{source.path!r} {said}", allowed=f"jsonl, parquet or arrow; by their endings {', '.join(ENDINGS)}"
+            )
+        (kind,) = kinds
+        chosen = [file for file in files if formats[file] == kind]
+    if not chosen:
+        raise invalid("source.format", f"{source.path!r} has no {source.format} file", allowed="auto, jsonl, parquet, arrow")
+    return chosen, kind
+
+
+def missing(error: OSError, key: str) -> MidstreamError:
+    """A source's file that cannot be read any more."""
+    return MidstreamError("invalid_request", f"{key!r} cannot be read: {error}", field="source.path")

@@ -1,0 +1,176 @@
+"""Harvests on the command line: `harvest run`, `status`, `list`, `pause`, `resume`, `cancel`, `delete`, `verify`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from ...schemas.base import to_json
+from ...schemas.errors import MidstreamError, invalid, misfit
+from ...schemas.harvests import HarvestRequest, HarvestView
+from ..render import harvests as show
+from ..sdk.progress import harvest_bar
+from . import jobs, options
+from .jobs import AsJson, Url, connect, out, print_list
+
+Id = Annotated[str, typer.Argument(metavar="HARVEST", help="The harvest's id.")]
+SOURCE: dict[str, Any] = {"rich_help_panel": "Source"}
+ROWS: dict[str, Any] = {"rich_help_panel": "Rows"}
+RESULT: dict[str, Any] = {"rich_help_panel": "Result"}
+
+harvest_app = typer.Typer(no_args_is_help=True, help="Rows of a whole corpus as shards: run, follow, verify.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add `harvest …` to `midstream`."""
+    app.add_typer(harvest_app, name="harvest")
+
+
+@harvest_app.command("run")
+def harvest_run(
+    source: Annotated[str | None, typer.Option(help="File or folder below the server's harvest_sources.", **SOURCE)] = None,
+    lines: Annotated[Path | None, typer.Option(help="A local file, one document a line, sent with the request.", **SOURCE)] = None,
+    body: Annotated[Path | None, typer.Option(help="A whole HarvestRequest as JSON instead of all options.", **SOURCE)] = None,
+    format_: Annotated[str | None, typer.Option("--format", help="auto (default), jsonl, parquet or arrow.", **SOURCE)] = None,
+    kind: Annotated[str | None, typer.Option(help="text (default), chat or tokens.", **SOURCE)] = None,
+    field: Annotated[str | None, typer.Option(help="Column or member with the document; default: text.", **SOURCE)] = None,
+    model: Annotated[str | None, typer.Option(help="Default: the first model served.", **SOURCE)] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of a sequence; default: what the model takes.", **SOURCE)] = None,
+    fit: Annotated[str | None, typer.Option(help="truncate (default), split or pack.", **SOURCE)] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens of all sequences; default: the whole source.", **SOURCE)] = None,
+    hooks: Annotated[
+        str | None, typer.Option(metavar=options.HOOKS_FORM, help="Such as post_block:15; default: post_block, all layers.", **ROWS)
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="all (default), 3, 0-5, or 0-5,9,-1.", **ROWS)] = None,
+    every: Annotated[int | None, typer.Option(help="Every n-th position of a document.", **ROWS)] = None,
+    sample: Annotated[int | None, typer.Option(help="So many positions of each document, at random.", **ROWS)] = None,
+    skip_first: Annotated[int | None, typer.Option(help="Leave out so many positions of each sequence.", **ROWS)] = None,
+    dtype: Annotated[str | None, typer.Option(help="model (default), float32, bfloat16, float16, int8, float8_e4m3fn.", **ROWS)] = None,
+    shard_mib: Annotated[int | None, typer.Option(help="MiB of rows in a shard; default: 64.", **ROWS)] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the order in a shard and of --sample; default: 0.", **ROWS)] = None,
+    store: Annotated[str | None, typer.Option(help="One of the server's harvest_stores; default: its first.", **ROWS)] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Follow to the end, or print the id and exit.", **RESULT)] = True,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Harvest the rows of a corpus. Interrupting it leaves the harvest running."""
+    with connect(url) as client:
+        fields = {
+            "source": _given(path=source, lines=lines and _lines(lines), format=format_, kind=kind, field=field),
+            "cut": _given(max_length=max_length, fit=fit),
+            "positions": _given(every=every, sample=sample, skip_first=skip_first, seed=seed),
+            "shards": _given(mib=shard_mib, shuffle=seed),
+            **_given(model=model, dtype=dtype, store=store, max_tokens=max_tokens),
+            **_sites(hooks, layers),
+        }
+        given = {name: value for name, value in fields.items() if value}
+        if body is not None and given:
+            raise invalid("--body", "is the whole request: not valid with other options for source or rows")
+        if body is None and not (source or lines):
+            raise invalid("--source", "is required unless --lines or --body is given")
+        if body is not None:
+            view = client.submit_harvest(_body(body))
+        else:
+            view = client.submit_harvest(**{"model": jobs.only_model(client), **given} if model is None else given)
+        if not wait:
+            print(to_json(view).decode() if json_ else view.id)
+            return
+        with harvest_bar() as progress:
+            view = client.wait_harvest(view, progress)
+    _print(view, json_)
+
+
+@harvest_app.command("status")
+def harvest_status(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
+    """Show a harvest: state, counts, tokens/s and time left."""
+    with connect(url) as client:
+        _print(client.harvest(harvest), json_)
+
+
+@harvest_app.command("list")
+def harvest_list(limit: Annotated[int, typer.Option(help="Number of harvests.")] = 20, json_: AsJson = False, url: Url = None) -> None:
+    """List the newest harvests."""
+    with connect(url) as client:
+        page = client.harvests(limit=limit)
+    print_list(page, page.harvests, show.harvests, "harvests", json_)
+
+
+@harvest_app.command("pause")
+def harvest_pause(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
+    """Pause a harvest: what is done stays."""
+    with connect(url) as client:
+        _print(client.pause_harvest(harvest), json_)
+
+
+@harvest_app.command("resume")
+def harvest_resume(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
+    """Go on with a paused harvest."""
+    with connect(url) as client:
+        _print(client.resume_harvest(harvest), json_)
+
+
+@harvest_app.command("cancel")
+def harvest_cancel(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
+    """End a harvest for good."""
+    with connect(url) as client:
+        _print(client.cancel_harvest(harvest), json_)
+
+
+@harvest_app.command("delete")
+def harvest_delete(harvests: Annotated[list[str], typer.Argument(metavar="HARVEST...", help="Their ids.")], url: Url = None) -> None:
+    """Delete harvests that have ended: files and records."""
+    with connect(url) as client:
+        for harvest in harvests:
+            client.delete_harvest(harvest)
+            out.print(f"{harvest} deleted", markup=False)
+
+
+@harvest_app.command("verify")
+def harvest_verify(
+    uri: Annotated[str, typer.Argument(metavar="URI", help="The folder or URI of a harvest, as `harvest status` shows it.")],
+    json_: AsJson = False,
+) -> None:
+    """Compute checksums, keys, order and counts again from the files. Exits non-zero if anything differs."""
+    from ..harvest import verify
+
+    found = verify(uri)
+    if json_:
+        print(to_json({"shards": found.shards, "rows": found.rows, "bytes": found.bytes, "faults": found.faults}).decode())
+    else:
+        size, verdict = f"{found.bytes / 2**20:,.1f} MiB", "ok" if found.ok else "damaged"
+        out.print(f"{found.shards:,} shards, {found.rows:,} rows, {size}: {verdict}", markup=False, highlight=False)
+    if not found.ok:
+        raise MidstreamError("capture_damaged", "; ".join(found.faults[:5]))
+
+
+def _print(view: HarvestView, json_: bool) -> None:
+    if json_:
+        print(to_json(view).decode())
+    else:
+        out.print(show.harvest(view), markup=False, highlight=False, soft_wrap=True)
+
+
+def _sites(hooks: str | None, layers: str | None) -> dict[str, Any]:
+    chosen = None if layers is None else options.parse_layers(layers)
+    if hooks is not None:
+        return {"hooks": options.read_hooks(hooks, chosen)}
+    return {} if chosen is None else {"layers": chosen}
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _lines(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line.strip()]
+
+
+def _body(path: Path) -> HarvestRequest:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=HarvestRequest)
+    except msgspec.ValidationError as error:
+        detail, field = misfit(error)
+        raise invalid("--body", f"{path}: {field}: {detail}") from error
+    except msgspec.DecodeError as error:
+        raise MidstreamError("invalid_request", f"{path} is not JSON: {error}", field="--body") from error

@@ -1,0 +1,111 @@
+"""Exports of a harvest: Parquet and Arrow files, and the files of vLLM's hidden-states connector, which speculator training reads."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from ...schemas.errors import MidstreamError
+from ...storage.shards import site_name
+from .reader import Harvest, Shard, Site, open
+
+
+def to_parquet(uri: str, folder: str | Path, sites: Sequence[Site] | None = None) -> list[Path]:
+    """One Parquet file for each shard, with the columns of `table`; the files in order."""
+    import pyarrow.parquet as parquet
+
+    made = []
+    for path, rows in _tables(uri, folder, sites, "parquet"):
+        parquet.write_table(rows, path)
+        made.append(path)
+    return made
+
+
+def to_arrow(uri: str, folder: str | Path, sites: Sequence[Site] | None = None) -> list[Path]:
+    """One Arrow file (IPC) for each shard, with the columns of `table`; the files in order."""
+    import pyarrow as pa
+
+    made = []
+    for path, rows in _tables(uri, folder, sites, "arrow"):
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, rows.schema) as writer:
+            writer.write_table(rows)
+        made.append(path)
+    return made
+
+
+def _tables(uri: str, folder: str | Path, sites: Sequence[Site] | None, ending: str) -> Iterator[tuple[Path, Any]]:
+    harvest, target = open(uri), Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    for number, shard in enumerate(harvest.shards):
+        yield target / f"rows-{number:06d}.{ending}", table(shard, sites or harvest.sites)
+        shard.close()
+
+
+def table(shard: Shard, sites: Sequence[Site]) -> Any:
+    """A pyarrow table: `document`, `position`, `token_id` int64, and of each site a list of `width` floats, named `<hook>.<layer>`."""
+    import pyarrow as pa
+
+    columns: dict[str, Any] = dict(zip(("document", "position", "token_id"), map(pa.array, shard.keys()), strict=True))
+    for hook, layer in sites:
+        rows = shard.rows(hook, layer)
+        columns[site_name(hook, layer)] = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
+    return pa.table(columns)
+
+
+def to_hidden_states(uri: str, folder: str | Path, hook: str | None = None, layers: Sequence[int] | None = None) -> list[Path]:
+    """One safetensors file for each document, as vLLM's hidden-states connector writes it for a request.
+
+    `hidden_states` `[tokens, layers, hidden]` in the harvest's dtype (float32 of one with scales), `token_ids` int64 `[tokens]`, and
+    `loss_mask` int64 `[tokens]`: 1 for generated tokens, or for all where none were generated. Documents come with the positions that
+    were harvested. Raises MidstreamError for positions that leave gaps.
+    """
+    harvest, target = open(uri), Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    rule = harvest.manifest.positions
+    if rule.every != 1 or rule.sample is not None:
+        raise MidstreamError("invalid_request", "its positions leave gaps: training reads whole documents", field="positions")
+    hook = hook or harvest.sites[0][0]
+    wanted = list(layers) if layers is not None else harvest.manifest.sites.get(hook, [])
+    for layer in wanted:
+        harvest.site(hook, layer)
+    made = []
+    for unit in harvest.units:
+        shards = [shard for shard in harvest.shards if shard.unit is unit]
+        made += _documents(harvest, shards, target, hook, wanted)
+    return made
+
+
+def _documents(harvest: Harvest, shards: Sequence[Shard], target: Path, hook: str, layers: Sequence[int]) -> Iterator[Path]:
+    if not shards:
+        return
+    documents, positions, token_ids = (np.concatenate(parts) for parts in zip(*[shard.keys() for shard in shards], strict=True))
+    generated = np.concatenate([shard.generated() for shard in shards]) if harvest.manifest.generated else np.ones(len(documents), bool)
+    states = np.stack([np.concatenate([_stored(shard, hook, layer) for shard in shards]) for layer in layers], axis=1)
+    for shard in shards:
+        shard.close()
+    order = np.lexsort((positions, documents))
+    for document in np.unique(documents):
+        mine = order[documents[order] == document]
+        path = target / f"{document:09d}.safetensors"
+        _save(path, harvest, np.ascontiguousarray(states[mine]), token_ids[mine], generated[mine].astype(np.int64))
+        yield path
+
+
+def _stored(shard: Shard, hook: str, layer: int) -> np.ndarray:
+    bits, dtype = shard.bits(hook, layer)
+    return bits if dtype == "bfloat16" else shard.rows(hook, layer)
+
+
+def _save(path: Path, harvest: Harvest, states: np.ndarray, token_ids: np.ndarray, mask: np.ndarray) -> None:
+    from safetensors import serialize_file
+
+    if states.dtype != np.uint16:
+        save_file({"hidden_states": states, "token_ids": token_ids, "loss_mask": mask}, path)
+        return
+    tensors = {
+        name: {"dtype": dtype, "shape": list(values.shape), "data": np.ascontiguousarray(values).tobytes()}
+        for name, dtype, values in (("hidden_states", "bfloat16", states), ("token_ids", "int64", token_ids), ("loss_mask", "int64", mask))
+    }
+    serialize_file(tensors, str(path))

@@ -1,0 +1,247 @@
+"""Random access to a harvest's rows, as numpy, in any store."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from zlib_ng import zlib_ng
+
+from ...schemas.base import from_json
+from ...schemas.errors import MidstreamError
+from ...schemas.harvests import FORMAT, MANIFEST, HarvestManifest, PartManifest, ShardEntry, UnitEntry
+from ...storage.shards import KEYS, StoredTensor, decoded_rows, read_tensors, site_name, tensor_bits
+from ...storage.store import ArtifactStore, Handle, open_store
+
+#: Shards whose files a reader keeps open.
+OPEN = 16
+Site = tuple[str, int]
+
+
+class Keys(NamedTuple):
+    """int64 `[rows]` each: the document's number in the source, the token's position in it, and the token."""
+
+    documents: np.ndarray
+    positions: np.ndarray
+    token_ids: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Opened:
+    handle: Handle
+    tensors: Mapping[str, StoredTensor]
+
+
+class Shard:
+    """The rows of one shard. `first`: the number of its first row in the harvest."""
+
+    def __init__(self, store: ArtifactStore, entry: ShardEntry, unit: UnitEntry, first: int) -> None:
+        self.entry, self.unit, self.first = entry, unit, first
+        self._store = store
+        self._files: dict[str, _Opened] = {}
+
+    def __len__(self) -> int:
+        return self.entry.rows
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_files": {}}  # a loader's worker opens its own
+
+    def close(self) -> None:
+        """Let go of its files; they are opened again when they are needed."""
+        for opened in self._files.values():
+            opened.handle.close()
+        self._files = {}
+
+    @property
+    def sites(self) -> list[Site]:
+        """(hook, layer) of all stages, in the order of the files."""
+        return [(hook, layer) for file in self.entry.files for hook, layers in file.sites.items() for layer in layers]
+
+    def keys(self, start: int = 0, stop: int | None = None) -> Keys:
+        """Of rows `[start, stop)`. Raises OSError, DamagedBlob."""
+        opened = self._open(self.entry.files[0].key)
+        return Keys(*[self._read(opened, name, start, stop) for name in KEYS])
+
+    def generated(self) -> np.ndarray:
+        """bool `[rows]`: whether the row's token was generated."""
+        opened = self._open(self.entry.files[0].key)
+        if "generated" not in opened.tensors:
+            return np.zeros(len(self), bool)
+        return self._read(opened, "generated", 0, None).astype(bool)
+
+    def rows(self, hook: str, layer: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Rows `[start, stop)` of a site, `[rows, width]`: float32, or float16 where they are stored so. Raises `not_found`, OSError."""
+        name = site_name(hook, layer)
+        opened = self._open(self._key(hook, layer))
+        bits = self._read(opened, name, start, stop)
+        scale = self._read(opened, f"{name}.scale", start, stop) if f"{name}.scale" in opened.tensors else None
+        return decoded_rows(bits, opened.tensors[name].dtype, scale)
+
+    def bits(self, hook: str, layer: int) -> tuple[np.ndarray, str]:
+        """All rows of a site as they are stored, and their dtype: bfloat16 as uint16, float8_e4m3fn as uint8."""
+        opened = self._open(self._key(hook, layer))
+        return self._read(opened, site_name(hook, layer), 0, None), opened.tensors[site_name(hook, layer)].dtype
+
+    def _key(self, hook: str, layer: int) -> str:
+        for file in self.entry.files:
+            if layer in file.sites.get(hook, ()):
+                return file.key
+        raise MidstreamError("not_found", f"the harvest has no {hook} of layer {layer}", allowed=shown(self.sites))
+
+    def _open(self, key: str) -> _Opened:
+        if key not in self._files:
+            handle = self._store.open(key, hold=False)
+            self._files[key] = _Opened(handle, read_tensors(handle))
+        return self._files[key]
+
+    def _read(self, opened: _Opened, name: str, start: int, stop: int | None) -> np.ndarray:
+        tensor = opened.tensors[name]
+        start, stop, _ = slice(start, stop).indices(tensor.shape[0])
+        each = tensor.bytes // tensor.shape[0] if tensor.shape[0] else 0
+        count = max(0, stop - start)
+        data = opened.handle.read(tensor.start + start * each, count * each)
+        return tensor_bits(data, StoredTensor(tensor.dtype, (count, *tensor.shape[1:]), 0, count * each))
+
+
+class Harvest:
+    """A complete harvest. Rows are numbered as they lie in the shards: the order of training, which mixes documents."""
+
+    def __init__(self, store: ArtifactStore, manifest: HarvestManifest, units: Sequence[UnitEntry]) -> None:
+        """See `open`."""
+        self.store, self.manifest, self.units = store, manifest, list(units)
+        self.shards: list[Shard] = []
+        for unit in units:
+            for entry in unit.shards:
+                self.shards.append(Shard(store, entry, unit, self.shards[-1].first + len(self.shards[-1]) if self.shards else 0))
+        self._used: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self.manifest.rows
+
+    def __repr__(self) -> str:
+        made = self.manifest
+        return f"<Harvest {made.id} of {made.model}: {made.rows} rows at {shown(self.sites)}, {made.shards} shards, {made.dtype}>"
+
+    @property
+    def sites(self) -> list[Site]:
+        """(hook, layer), in the order in which a forward pass meets them."""
+        return [(hook, layer) for hook, layers in self.manifest.sites.items() for layer in layers]
+
+    @cached_property
+    def _firsts(self) -> np.ndarray:
+        return np.array([shard.first for shard in self.shards], dtype=np.int64)
+
+    def site(self, hook: str | None, layer: int | None) -> Site:
+        """The site that is meant; either may be left out where there is one. Raises MidstreamError naming those there are."""
+        fitting = [site for site in self.sites if hook in (None, site[0]) and layer in (None, site[1])]
+        if len(fitting) != 1:
+            said = "several sites" if fitting else f"no {hook or 'site'} of layer {layer}"
+            raise MidstreamError("not_found", f"the harvest has {said}: name hook and layer", allowed=shown(self.sites))
+        return fitting[0]
+
+    def rows(self, index: int | slice | np.ndarray | Sequence[int], layer: int | None = None, hook: str | None = None) -> np.ndarray:
+        """Rows of a site by their numbers: `[rows, width]` (of one number `[width]`), float32 or float16. Raises IndexError."""
+        at = self.site(hook, layer)
+        return self._gather(index, lambda shard, start, stop: shard.rows(*at, start, stop))
+
+    def keys(self, index: int | slice | np.ndarray | Sequence[int]) -> Keys:
+        """Likewise the keys."""
+        return Keys(*[self._gather(index, partial(_key_part, part)) for part in range(3)])
+
+    def document(self, document: int, layer: int | None = None, hook: str | None = None) -> tuple[Keys, np.ndarray]:
+        """A document's keys and rows of a site, by position. Empty where it has none."""
+        at = self.site(hook, layer)
+        found: list[tuple[Keys, np.ndarray]] = []
+        for shard in self.shards:
+            if shard.unit.first <= document < shard.unit.first + shard.unit.documents:
+                keys = self._touch(shard).keys()
+                mine = np.flatnonzero(keys.documents == document)
+                if len(mine):
+                    found.append((Keys(*[part[mine] for part in keys]), shard.rows(*at)[mine]))
+        if not found:
+            empty = np.zeros(0, np.int64)
+            return Keys(empty, empty, empty), np.zeros((0, self.manifest.widths[at[0]]), np.float32)
+        keys = Keys(*[np.concatenate([each[0][part] for each in found]) for part in range(3)])
+        order = np.argsort(keys.positions, kind="stable")
+        return Keys(*[part[order] for part in keys]), np.concatenate([rows for _, rows in found])[order]
+
+    def close(self) -> None:
+        for shard in self.shards:
+            shard.close()
+
+    def _gather(self, index: int | slice | np.ndarray | Sequence[int], read: Callable[[Shard, int, int], np.ndarray]) -> np.ndarray:
+        numbers = np.arange(*index.indices(len(self))) if isinstance(index, slice) else index
+        wanted = np.atleast_1d(np.asarray(numbers, dtype=np.int64))
+        wanted = np.where(wanted < 0, wanted + len(self), wanted)
+        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
+            raise IndexError(f"row {int(wanted.max())} is out of range: the harvest has {len(self)} rows")
+        of = np.searchsorted(self._firsts, wanted, side="right") - 1
+        parts, order = [], []
+        for number in np.unique(of).tolist():
+            shard = self._touch(self.shards[number])
+            places = np.flatnonzero(of == number)
+            inside = wanted[places] - shard.first
+            low, high = int(inside.min()), int(inside.max()) + 1
+            parts.append(read(shard, low, high)[inside - low])
+            order.append(places)
+        if not parts:
+            first = self.shards[0] if self.shards else None
+            return read(first, 0, 0) if first is not None else np.zeros(0)
+        joined = np.concatenate(parts)
+        made = np.empty_like(joined)
+        made[np.concatenate(order)] = joined
+        return made[0] if isinstance(index, int | np.integer) else made
+
+    def _touch(self, shard: Shard) -> Shard:
+        """The shard, used last; the one that was not used for longest is closed."""
+        number = int(np.searchsorted(self._firsts, shard.first, side="right")) - 1
+        self._used[number] = None
+        self._used.move_to_end(number)
+        while len(self._used) > OPEN:
+            self.shards[self._used.popitem(last=False)[0]].close()
+        return shard
+
+
+def open(uri: str) -> Harvest:
+    """The complete harvest at a folder or URI. Raises `not_found` while it has no manifest, and `capture_damaged`."""
+    store = open_store(uri)
+    manifest = read_manifest(store)
+    units: list[UnitEntry] = []
+    for part in manifest.parts:
+        units += from_json(_checked(store, part.key, part.crc32), PartManifest).units
+    return Harvest(store, manifest, units)
+
+
+def read_manifest(store: ArtifactStore) -> HarvestManifest:
+    """Raises `not_found`, `capture_damaged`."""
+    try:
+        with store.open(MANIFEST) as handle:
+            data = handle.read(0, handle.size)
+    except FileNotFoundError as error:
+        raise MidstreamError("not_found", f"{store.uri} has no {MANIFEST}: it is no harvest, or one that is not complete") from error
+    try:
+        if (found := msgspec.json.decode(data).get("format")) != FORMAT:
+            raise MidstreamError("capture_damaged", f"{store.uri} has the format {found!r}; this version reads {FORMAT!r}")
+        return from_json(data, HarvestManifest)
+    except (msgspec.DecodeError, AttributeError) as error:
+        raise MidstreamError("capture_damaged", f"{store.uri}/{MANIFEST} cannot be read: {error}") from error
+
+
+def _checked(store: ArtifactStore, key: str, crc32: int) -> bytes:
+    with store.open(key) as handle:
+        data = handle.read(0, handle.size)
+    if zlib_ng.crc32(data) != crc32:
+        raise MidstreamError("capture_damaged", f"{key} is not what was written: its CRC32 differs")
+    return data
+
+
+def _key_part(part: int, shard: Shard, start: int, stop: int) -> np.ndarray:
+    return shard.keys(start, stop)[part]
+
+
+def shown(sites: Sequence[Site]) -> str:
+    """`post_block.3, post_block.4`."""
+    return ", ".join(site_name(*site) for site in sites)

@@ -1,0 +1,127 @@
+"""Harvests in PyTorch: an iterable dataset of rows, and the activations that SAE trainers take."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ...storage.shards import site_name
+from .reader import Harvest, Shard, Site, open
+
+#: Shards whose rows are mixed.
+MIXED = 4
+
+
+class RowDataset(IterableDataset[Any]):
+    """Batches of rows, in an order that seed and epoch decide: shards in random order, and the rows of `mixed` of them at a time.
+
+    An item is a tensor `[batch_size, width]` of one site, or of several a dict `<hook>.<layer>` → tensor; with `keys=True` a dict that
+    also has `document`, `position` and `token_id`. Use `DataLoader(dataset, batch_size=None, num_workers=…)`. Loader workers, and the
+    `replicas` of a distributed training, get different shards. `state_dict` and `load_state_dict` make a torchdata
+    `StatefulDataLoader` resume; with a plain loader set `start` to the batches that were consumed.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        sites: Sequence[Site] | None = None,
+        *,
+        batch_size: int = 1024,
+        seed: int | None = 0,
+        epoch: int = 0,
+        mixed: int = MIXED,
+        keys: bool = False,
+        dtype: torch.dtype | None = None,
+        replica: int = 0,
+        replicas: int = 1,
+        start: int = 0,
+    ) -> None:
+        """`seed`: None: the order of the harvest. `dtype`: of the rows; None: float32, or float16 where they are stored so."""
+        self.harvest: Harvest = open(uri)
+        self.sites = [self.harvest.site(*site) for site in sites] if sites else self.harvest.sites
+        self.batch_size, self.seed, self.epoch, self.mixed, self.keys, self.dtype = batch_size, seed, epoch, mixed, keys, dtype
+        self.replica, self.replicas, self.start = replica, replicas, start
+        self._given = 0  # batches of this iteration, in this process
+        self._resume: int | None = None
+
+    def __len__(self) -> int:
+        """Batches of all loader workers of this replica, if it is read without loader workers."""
+        return sum(-(-sum(map(len, group)) // self.batch_size) for group in self._groups(0, 1))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "given": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self._resume = state["epoch"], state["given"]
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        skip = self._resume if self._resume is not None else max(0, -(-(self.start - worker) // workers))
+        self._resume, self._given = None, 0
+        for number, group in enumerate(self._groups(worker, workers)):
+            rows = sum(map(len, group))
+            batches = -(-rows // self.batch_size)
+            if skip >= batches:
+                skip -= batches
+                self._given += batches
+                continue
+            yield from self._batches(group, number * workers + worker, skip)
+            skip = 0
+
+    def _groups(self, worker: int, workers: int) -> list[list[Shard]]:
+        """The shards of this worker, those that are mixed together."""
+        shards = [shard for shard in self.harvest.shards if len(shard)]
+        if self.seed is not None:
+            order = np.random.Generator(np.random.PCG64([self.seed, self.epoch])).permutation(len(shards))
+            shards = [shards[place] for place in order]
+        mine = shards[self.replica :: self.replicas][worker::workers]
+        size = self.mixed if self.seed is not None else 1
+        return [mine[at : at + size] for at in range(0, len(mine), size)]
+
+    def _batches(self, group: Sequence[Shard], number: int, skip: int) -> Iterator[Any]:
+        tensors = {site_name(*site): torch.cat([self._rows(shard, site) for shard in group]) for site in self.sites}
+        if self.keys:
+            parts = [shard.keys() for shard in group]
+            for place, name in enumerate(("document", "position", "token_id")):
+                tensors[name] = torch.from_numpy(np.concatenate([part[place] for part in parts]))
+        for shard in group:
+            shard.close()
+        count = len(next(iter(tensors.values())))
+        order = torch.arange(count)
+        if self.seed is not None:
+            generator = np.random.Generator(np.random.PCG64([self.seed, self.epoch, 1, self.replica, number]))
+            order = torch.from_numpy(generator.permutation(count))
+        self._given += skip
+        for at in range(skip * self.batch_size, count, self.batch_size):
+            chosen = order[at : at + self.batch_size]
+            batch = {name: values[chosen] for name, values in tensors.items()}
+            self._given += 1
+            yield batch if self.keys or len(batch) > 1 else next(iter(batch.values()))
+
+    def _rows(self, shard: Shard, site: Site) -> torch.Tensor:
+        bits, dtype = shard.bits(*site)
+        if dtype == "bfloat16":  # as it lies in the file: half the memory, and no conversion where bfloat16 is wanted
+            rows = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
+        else:
+            rows = torch.from_numpy(np.array(shard.rows(*site)))
+        wanted = self.dtype or (torch.float16 if dtype == "float16" else torch.float32)
+        return rows.to(wanted)
+
+
+def activations(
+    uri: str, layer: int | None = None, hook: str | None = None, *, batch_size: int = 4096, seed: int = 0, device: str = "cpu"
+) -> Iterator[torch.Tensor]:
+    """float32 `[batch_size, width]` of one site, epoch after epoch without end: the data provider of SAELens' `SAETrainer`."""
+    epoch = 0
+    while True:
+        dataset = RowDataset(uri, [open(uri).site(hook, layer)], batch_size=batch_size, seed=seed, epoch=epoch, dtype=torch.float32)
+        if not len(dataset):
+            raise ValueError(f"the harvest {uri} has no rows")
+        small = len(dataset.harvest) < batch_size
+        for batch in dataset:
+            if len(batch) == batch_size or small:  # what is left of a group would make a noisy step
+                yield batch.to(device)
+        epoch += 1

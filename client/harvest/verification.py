@@ -1,0 +1,111 @@
+"""Verification of a harvest: everything that its manifest says is computed again from the files."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from ...schemas.blobs import DamagedBlob
+from ...schemas.errors import MidstreamError
+from ...schemas.harvest_order import row_order
+from ...storage.shards import checksum, read_tensors, site_name
+from .reader import Harvest, Shard, open
+
+#: Faults that are listed.
+SHOWN = 100
+
+
+@dataclass
+class Verification:
+    """What was found. `faults`: empty if the harvest is whole."""
+
+    shards: int = 0
+    rows: int = 0
+    bytes: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+
+def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> Verification:
+    """Checksums of all files, keys (each once, in the order that the seed gives, in their unit's documents), shapes and counts.
+
+    `progress(shards, of)` is called after each shard. Raises `not_found` where there is no manifest.
+    """
+    found = Verification()
+    try:
+        harvest = open(uri)
+    except MidstreamError as error:
+        if error.kind != "capture_damaged":
+            raise
+        found.faults.append(error.detail)
+        return found
+    seen: tuple[int, list[np.ndarray]] = (-1, [])
+    for number, shard in enumerate(harvest.shards):
+        try:
+            documents, positions = _shard(harvest, shard, found)
+            if seen[0] != shard.unit.unit:
+                _once(seen, found)
+                seen = (shard.unit.unit, [])
+            seen[1].append(np.stack([documents, positions]))
+        except (OSError, DamagedBlob, MidstreamError, ValueError) as error:
+            found.faults.append(f"shard {number}: {error}")
+        shard.close()
+        found.shards += 1
+        if progress is not None:
+            progress(number + 1, len(harvest.shards))
+    _once(seen, found)
+    made = harvest.manifest
+    for name, said, counted in (("rows", made.rows, found.rows), ("shards", made.shards, found.shards), ("bytes", made.bytes, found.bytes)):
+        if said != counted:
+            found.faults.append(f"the manifest says {said} {name}; the files have {counted}")
+    spans = sorted((unit.first, unit.first + unit.documents, unit.unit) for unit in harvest.units)
+    for (_, stop, unit), (start, _, following) in pairwise(spans):
+        if start < stop:
+            found.faults.append(f"units {unit} and {following} have documents in common")
+    numbers = [unit.unit for unit in harvest.units]
+    if sorted(numbers) != list(range(len(numbers))):
+        found.faults.append("the units are not all there, each once")
+    found.faults[:] = found.faults[:SHOWN]
+    return found
+
+
+def _shard(harvest: Harvest, shard: Shard, found: Verification) -> tuple[np.ndarray, np.ndarray]:
+    keys = None
+    for file in shard.entry.files:
+        with harvest.store.open(file.key, hold=False) as handle:
+            found.bytes += handle.size
+            if handle.size != file.bytes or checksum(handle) != file.crc32:
+                found.faults.append(f"{file.key} is not what was written: its size or CRC32 differs")
+            tensors = read_tensors(handle)
+        for hook, layers in file.sites.items():
+            for layer in layers:
+                tensor = tensors.get(site_name(hook, layer))
+                shape = (shard.entry.rows, harvest.manifest.widths[hook])
+                if tensor is None or tensor.shape != shape:
+                    found.faults.append(f"{file.key}: {site_name(hook, layer)} is not {list(shape)}")
+        own = Shard(harvest.store, type(shard.entry)(rows=shard.entry.rows, files=[file]), shard.unit, shard.first).keys()
+        if keys is not None and not all(np.array_equal(mine, first) for mine, first in zip(own, keys, strict=True)):
+            found.faults.append(f"{file.key}: its keys differ from those of the shard's other stages")
+        keys = keys or own
+    assert keys is not None, "a shard has a file"
+    documents, positions, _ = keys
+    name = shard.entry.files[0].key
+    if set(shard.sites) != set(harvest.sites):
+        found.faults.append(f"{name}: not all sites are there")
+    if not np.array_equal(row_order(harvest.manifest.shuffle, documents, positions), np.arange(len(documents))):
+        found.faults.append(f"{name}: its rows are not in the order of the seed")
+    if len(documents) and not (shard.unit.first <= documents.min() and documents.max() < shard.unit.first + shard.unit.documents):
+        found.faults.append(f"{name}: it has rows of documents of other units")
+    found.rows += len(documents)
+    return documents, positions
+
+
+def _once(seen: tuple[int, list[np.ndarray]], found: Verification) -> None:
+    if seen[1]:
+        keys = np.concatenate(seen[1], axis=1)
+        if np.unique(keys, axis=1).shape[1] != keys.shape[1]:
+            found.faults.append(f"unit {seen[0]} has a row twice")

@@ -1,0 +1,129 @@
+"""Shards of harvests in any store: safetensors files of rows that share their keys; written whole, read by ranges.
+
+Tensors: `documents`, `positions` and `token_ids` int64 `[rows]`; `<hook>.<layer>` `[rows, width]`, and of a dtype with a scale per row
+`<hook>.<layer>.scale` float32 `[rows]`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import msgspec
+import numpy as np
+from zlib_ng import zlib_ng
+
+from ..schemas.blobs import DamagedBlob, safetensors_header
+from ..schemas.dtypes import DTYPES, narrowed, widened
+from ..schemas.harvest_work import SCALED
+from .store import Buffer, Handle
+
+KEYS = ("documents", "positions", "token_ids")
+#: Our name of a dtype → safetensors' name and numpy's of its bits.
+RAW: dict[str, tuple[str, str]] = {name: (facts.file, facts.raw) for name, facts in DTYPES.items()} | {
+    "int8": ("I8", "|i1"),
+    "float8_e4m3fn": ("F8_E4M3", "|u1"),
+}
+_OF_FILE = {file: name for name, (file, _) in RAW.items()}
+_MAX_HEADER = 100 << 20
+
+
+def site_name(hook: str, layer: int) -> str:
+    return f"{hook}.{layer}"
+
+
+@cache
+def _float8_values() -> np.ndarray:
+    """float32 `[127]`: the finite values of float8_e4m3fn from 0 up (bits 0 to 126); 4 bits of exponent, 3 of mantissa, bias 7."""
+    bits = np.arange(127)
+    exponent, mantissa = bits >> 3, (bits & 7) / 8
+    return np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7)).astype(np.float32)
+
+
+def encoded_rows(rows: np.ndarray, dtype: str, to: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """Rows as bits of `dtype` in the dtype `to`, and the scale of each where `to` has one (float32 `[rows]`).
+
+    A row that is not finite keeps a scale that is not finite: it reads as NaN, never as a number.
+    """
+    if dtype == to:
+        return rows, None
+    values = widened(rows, dtype).astype(np.float32, copy=False)
+    if to not in SCALED:
+        return narrowed(values, to), None
+    largest = np.abs(values).max(axis=1, initial=0.0)
+    scale = np.where(largest > 0, largest / SCALED[to], 1).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        scaled = np.nan_to_num(values / scale[:, None], nan=0.0, posinf=0.0, neginf=0.0)
+    if to == "int8":
+        return np.clip(np.rint(scaled), -127, 127).astype(np.int8), scale
+    known = _float8_values()
+    middle = (known[1:] + known[:-1]) / 2
+    size = np.abs(scaled)
+    below = np.searchsorted(middle, size, side="left").astype(np.uint8)
+    tie = (below < len(middle)) & (size == middle[np.minimum(below, len(middle) - 1)]) & (below % 2 == 1)
+    return (below + tie) | (np.signbit(scaled).astype(np.uint8) << 7), scale
+
+
+def decoded_rows(rows: np.ndarray, dtype: str, scale: np.ndarray | None) -> np.ndarray:
+    """Stored rows as numbers: float32, or float16 as it is."""
+    if dtype == "float8_e4m3fn":
+        magnitude = np.append(_float8_values(), np.float32(np.nan))
+        rows = np.concatenate([magnitude, -magnitude])[rows]
+    elif dtype == "int8":
+        rows = rows.astype(np.float32)
+    else:
+        rows = widened(rows, dtype)
+    return rows if scale is None else rows * scale[:, None]
+
+
+def shard_buffers(tensors: Sequence[tuple[str, str, np.ndarray]], metadata: Mapping[str, str]) -> tuple[list[Buffer], int, int]:
+    """(buffers in order, bytes, CRC32) of a file; `tensors`: (name, dtype, C-contiguous bits). Nothing is copied."""
+    header = safetensors_header([(name, RAW[dtype][0], list(bits.shape), bits.nbytes) for name, dtype, bits in tensors], metadata)
+    buffers: list[Buffer] = [header, *(bits.reshape(-1).view(np.uint8).data for _, _, bits in tensors if bits.size)]
+    crc = 0
+    for buffer in buffers:
+        crc = zlib_ng.crc32(buffer, crc)
+    return buffers, sum(map(len, buffers)), crc
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # of its bytes in the file
+    bytes: int
+
+
+def read_tensors(handle: Handle) -> dict[str, StoredTensor]:
+    """The tensors of a shard. Raises DamagedBlob for what is none, OSError."""
+    length = int.from_bytes(handle.read(0, 8), "little")
+    if not 0 < length <= min(handle.size - 8, _MAX_HEADER):
+        raise DamagedBlob(f"it is not a safetensors file of {handle.size} bytes")
+    try:
+        header = msgspec.json.decode(handle.read(8, length))
+        header.pop("__metadata__", None)
+        found = {}
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            dtype = _OF_FILE[entry["dtype"]]
+            size = np.dtype(RAW[dtype][1]).itemsize * int(np.prod(entry["shape"], dtype=np.int64))
+            if last - first != size or 8 + length + last > handle.size:
+                raise DamagedBlob(f"tensor {name} of shape {entry['shape']} does not fit its {last - first} bytes in the file")
+            found[name] = StoredTensor(dtype, tuple(entry["shape"]), 8 + length + first, size)
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, DamagedBlob):
+            raise
+        raise DamagedBlob(f"its header cannot be read: {error!r}") from error
+    return found
+
+
+def tensor_bits(data: Buffer, tensor: StoredTensor) -> np.ndarray:
+    """The tensor's bits from its own bytes."""
+    return np.frombuffer(data, dtype=RAW[tensor.dtype][1]).reshape(tensor.shape)
+
+
+def checksum(handle: Handle, piece: int = 8 << 20) -> int:
+    """CRC32 of the whole object."""
+    crc, at = 0, 0
+    while chunk := handle.read(at, piece):
+        crc, at = zlib_ng.crc32(chunk, crc), at + len(chunk)
+    return crc

@@ -1,0 +1,350 @@
+"""Execution of a part of a harvest: units are read, cut, computed and kept, a few shards at a time.
+
+A unit counts once its shards are durable, by one commit in the ledger. An attempt that follows goes on with the units that do not.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+from ...broker.ledger.harvests import Harvests, Kept
+from ...broker.ledger.jobs import Ledger
+from ...broker.ledger.sweeps import Sweeps
+from ...schemas.base import from_json, from_msgpack, now, to_json, to_msgpack
+from ...schemas.dtypes import RowDType
+from ...schemas.errors import MidstreamError
+from ...schemas.faults import crash_point
+from ...schemas.harvest_work import HARVEST, WRITE_FAILED, HarvestPlace
+from ...schemas.harvests import (
+    FORMAT,
+    MANIFEST,
+    PLAN,
+    HarvestManifest,
+    PartFile,
+    PartManifest,
+    Plan,
+    PlannedUnit,
+    ShardEntry,
+    ShardFile,
+    StoredHarvest,
+    UnitEntry,
+)  # fmt: skip
+from ...schemas.jobs import Sampling
+from ...schemas.receipts import Receipt
+from ...schemas.specs import StoredCapture
+from ...schemas.version import __version__
+from ...storage.shards import checksum
+from ...storage.store import ArtifactStore, open_store
+from ..engine.admission import CellSlots
+from ..engine.protocol import Engine, EngineRequest, Fetch
+from .attempt import Attempt
+from .harvest_cut import CutSequence, cut, shards_of
+from .harvest_source import HarvestSource
+from .redis_retry import patiently
+
+logger = logging.getLogger(__name__)
+
+#: How often receipts are looked for while some are awaited, and how many are read per call.
+POLL_S, POLL_REQUESTS = 0.05, 256
+#: A store that cannot be written is tried again after so many seconds, twice as many each time.
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+#: A shard may take so many times `capture_timeout_s` from its last token: it is written as a whole.
+WRITE_PATIENCE = 10
+SHARDS, PARTS = "shards", "parts"
+
+
+class StoreAway(Exception):
+    """The store did not take a shard."""
+
+
+class HarvestAttempt:
+    """One attempt at one part. `slots` and `shards` are shared by all harvests of the worker."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        engine: Engine,
+        attempt: Attempt,
+        slots: CellSlots,
+        shards: asyncio.Semaphore,
+        fetch: Fetch,
+        refused: Callable[[Kept], None],
+    ) -> None:
+        """`refused`: stops the run when the ledger does not take its word any more."""
+        assert attempt.job.harvest is not None
+        self._ledger, self._engine, self._attempt, self._fetch, self._refused = ledger, engine, attempt, fetch, refused
+        self._part = attempt.job.harvest
+        self._harvests, self._receipts = Harvests(ledger), Sweeps(ledger)
+        self._slots, self._shards = slots, shards
+        self._numbers = itertools.count()  # of requests
+
+    async def run(self) -> None:
+        """To its end. Raises MidstreamError, and what ends an attempt."""
+        harvest = await patiently(lambda: self._harvests.stored(self._part.harvest), f"harvest {self._part.harvest}")
+        store = open_store(harvest.uri)
+        source = HarvestSource(harvest, self._engine.tokenizer, self._ledger.settings)
+        if self._part.role == "plan":
+            await self._plan(harvest, store, source)
+        elif self._part.role == "seal":
+            await self._seal(harvest, store)
+        else:
+            await self._compute(harvest, store, source)
+
+    # Planning and sealing
+
+    async def _plan(self, harvest: StoredHarvest, store: ArtifactStore, source: HarvestSource) -> None:
+        plan = await asyncio.to_thread(source.plan)
+        await self._put(harvest, store, PLAN, to_msgpack(plan))
+        await patiently(lambda: self._harvests.planned(harvest.id, plan), f"plan of {harvest.id}")
+
+    async def _seal(self, harvest: StoredHarvest, store: ArtifactStore) -> None:
+        done = await patiently(lambda: self._harvests.done(harvest.id), f"parts of {harvest.id}")
+        manifest = await asyncio.to_thread(self._manifest, harvest, store, [done[part] for part in sorted(done)])
+        crash_point("harvest.sealing")
+        await self._put(harvest, store, MANIFEST, to_json(manifest))
+        await patiently(lambda: self._harvests.sealed(harvest.id), f"end of {harvest.id}")
+
+    def _manifest(self, harvest: StoredHarvest, store: ArtifactStore, parts: Sequence[PartFile]) -> HarvestManifest:
+        """What the parts add up to; removes what is in none of them."""
+        units: list[UnitEntry] = []
+        named = {part.key for part in parts}
+        for part in parts:
+            with store.open(part.key) as handle:
+                if checksum(handle) != part.crc32:
+                    raise MidstreamError("capture_damaged", f"{part.key} is not what was written")
+                units += from_json(handle.read(0, handle.size), PartManifest).units
+        named |= {file.key for unit in units for shard in unit.shards for file in shard.files}
+        for folder in (SHARDS, PARTS):
+            for key in store.children(f"{folder}/"):
+                if key not in named:
+                    logger.info("removing %s: of an attempt that does not count", key)
+                    store.delete(key)
+        return HarvestManifest(
+            format=FORMAT, version=__version__, id=harvest.id, model=harvest.model, created=harvest.created, finished=now(),
+            sites={str(hook): layers for hook, layers in harvest.sites.items()},
+            widths={str(hook): self._engine.info.row_size(hook) for hook in harvest.sites}, at=harvest.at,
+            dtype=self._engine.info.dtype if harvest.dtype == "model" else harvest.dtype, max_length=harvest.max_length,
+            fit=harvest.cut.fit, positions=harvest.positions, shuffle=harvest.shards.shuffle, source=harvest.source.path or "lines",
+            documents=sum(unit.documents for unit in units), tokens=sum(unit.tokens for unit in units),
+            generated=sum(unit.generated for unit in units), rows=sum(unit.rows for unit in units),
+            bytes=sum(unit.bytes for unit in units), shards=sum(len(unit.shards) for unit in units), parts=list(parts),
+            metadata=harvest.metadata,
+        )  # fmt: skip
+
+    async def _put(self, harvest: StoredHarvest, store: ArtifactStore, key: str, data: bytes) -> int:
+        """Make `data` an object, as soon as the store takes it; its CRC32."""
+
+        def write() -> int:
+            store.prepare()
+            writer = store.writer()
+            try:
+                writer.append(key, [data])
+                writer.commit()
+            except BaseException:
+                writer.abort()
+                raise
+            with store.open(key) as handle:
+                return checksum(handle)
+
+        pause = PAUSE_S
+        while True:
+            try:
+                return await asyncio.to_thread(write)
+            except OSError as error:
+                pause = await self._away(harvest, str(error), pause)
+
+    async def _away(self, harvest: StoredHarvest, reason: str, pause: float) -> float:
+        """Show the reason and wait; how long the next wait is."""
+        logger.warning("harvest %s waits for its store: %s", harvest.id, reason)
+        await patiently(lambda: self._harvests.trouble(harvest.id, reason), f"trouble of {harvest.id}")
+        await asyncio.sleep(pause)
+        self._attempt.check()
+        return min(LONGEST_PAUSE_S, 2 * pause)
+
+    # Computing
+
+    async def _compute(self, harvest: StoredHarvest, store: ArtifactStore, source: HarvestSource) -> None:
+        steering = self._attempt.lease.steering
+        if harvest.steering != steering.digest:
+            detail = "the global steering was changed since the harvest was accepted: its rows would be of two models"
+            raise MidstreamError("conflict", detail)
+        if self._part.part in await patiently(lambda: self._harvests.done(harvest.id), f"parts of {harvest.id}"):
+            return
+        kept = await patiently(lambda: self._harvests.units(self._part), f"units of {harvest.id}")
+        plan = await asyncio.to_thread(_read_plan, store)
+        bos, eos = source.special("bos_token"), source.special("eos_token")
+        await self._engine.hold_vectors(steering.tensors, self._fetch)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(self._part.first, self._part.first + self._part.count):
+                    if number in kept:
+                        continue
+                    shards, documents = await asyncio.to_thread(_cut_unit, harvest, source, plan, plan.units[number], bos, eos)
+                    begun = asyncio.Event()
+                    group.create_task(self._unit(harvest, number, plan.units[number], documents, shards, begun, kept))
+                    await begun.wait()  # the next one is read while its last shards are computed
+        finally:
+            await self._engine.release_vectors(steering.tensors)
+        manifest = PartManifest(part=self._part.part, units=[kept[number] for number in sorted(kept)])
+        key = f"{PARTS}/{self._part.part:04d}.json"
+        crc32 = await self._put(harvest, store, key, to_json(manifest))
+        file = PartFile(
+            key=key, crc32=crc32, shards=sum(len(unit.shards) for unit in manifest.units), rows=sum(unit.rows for unit in manifest.units)
+        )
+        crash_point("harvest.part")
+        job, attempt = self._attempt.job, self._attempt.number
+        self._check(await patiently(lambda: self._harvests.keep_part(job, attempt, file), f"part of {harvest.id}"))
+
+    async def _unit(
+        self, harvest: StoredHarvest, number: int, unit: PlannedUnit, documents: int, shards: Sequence[Sequence[CutSequence]],
+        begun: asyncio.Event, kept: dict[int, UnitEntry],
+    ) -> None:  # fmt: skip
+        """Compute a unit and keep it. `begun` is set when its last shard is under way."""
+        requests: list[int] = []
+        if not shards:
+            begun.set()
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(
+                    self._shard(harvest, number, place, sequences, requests, begun if place + 1 == len(shards) else asyncio.Event())
+                )
+                for place, sequences in enumerate(shards)
+            ]
+        made = [task.result() for task in tasks]
+        entry = UnitEntry(
+            unit=number, first=unit.document, documents=documents,
+            tokens=sum(len(sequence.token_ids) for sequences in shards for sequence in sequences),
+            generated=sum(generated for _, generated in made), rows=sum(shard.rows for shard, _ in made),
+            bytes=sum(file.bytes for shard, _ in made for file in shard.files), shards=[shard for shard, _ in made],
+            skipped=documents - len({span[0] for sequences in shards for sequence in sequences for span in sequence.spans}),
+        )  # fmt: skip
+        crash_point("harvest.written")
+        job, attempt, engine = self._attempt.job, self._attempt.number, self._engine
+        self._check(
+            await patiently(
+                lambda: self._harvests.keep_unit(job, attempt, entry, unit.weight, requests, engine.world, engine.info.pp),
+                f"unit {number} of {harvest.id}",
+            )
+        )
+        crash_point("harvest.kept")
+        kept[number] = entry
+
+    def _check(self, answer: Kept) -> None:
+        if answer != "kept":
+            self._refused(answer)
+            self._attempt.check()
+
+    async def _shard(
+        self, harvest: StoredHarvest, unit: int, place: int, sequences: Sequence[CutSequence], requests: list[int], begun: asyncio.Event
+    ) -> tuple[ShardEntry, int]:
+        """A shard once it is durable, and how many tokens were generated; computed again when the store did not take it."""
+        pause = PAUSE_S
+        async with self._shards:
+            begun.set()
+            while True:
+                try:
+                    return await self._once(harvest, unit, place, sequences, requests)
+                except StoreAway as error:
+                    pause = await self._away(harvest, str(error), pause)
+                    while trouble := await asyncio.to_thread(open_store(harvest.uri).trouble):
+                        pause = await self._away(harvest, trouble, pause)
+
+    async def _once(
+        self, harvest: StoredHarvest, unit: int, place: int, sequences: Sequence[CutSequence], requests: list[int]
+    ) -> tuple[ShardEntry, int]:
+        key = f"{SHARDS}/u{unit:07d}.s{place:03d}.t{self._part.tries}.a{self._attempt.number}"
+        asks = [self._ask(harvest, key, index, sequence, len(sequences)) for index, sequence in enumerate(sequences)]
+        requests += [ask.request for ask in asks]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._sequence(ask)) for ask in asks]
+        receipts = await self._settled([ask.request for ask in asks])
+        generated = 0 if harvest.generate is None else sum(task.result() for task in tasks)
+        files = {file.path: (file, receipt.pp) for receipt in receipts for file in receipt.files}
+        entry = ShardEntry(
+            rows=next((file.positions for file, _ in files.values()), 0),
+            files=[
+                ShardFile(key=path, bytes=file.bytes, crc32=file.crc32, sites=file.sites, pp=pp, non_finite=file.non_finite)
+                for path, (file, pp) in sorted(files.items())
+            ],
+        )
+        there = {(hook, layer) for file in entry.files for hook, layers in file.sites.items() for layer in layers}
+        if there != {(hook, layer) for hook, layers in harvest.sites.items() for layer in layers} or any(
+            file.positions != entry.rows for file, _ in files.values()
+        ):
+            raise MidstreamError("capture_failed", f"the ranks reported {len(files)} files of shard {key}, which are not all its rows")
+        return entry, generated
+
+    def _ask(self, harvest: StoredHarvest, key: str, index: int, sequence: CutSequence, sequences: int) -> EngineRequest:
+        chosen = sequence.chosen.tolist()
+        every = harvest.generate is not None or sequence.whole
+        dtype: RowDType = "model" if harvest.dtype == "int8" or harvest.dtype == "float8_e4m3fn" else harvest.dtype
+        place = HarvestPlace(
+            uri=harvest.uri, key=key, index=index, sequences=sequences, spans=sequence.spans, dtype=harvest.dtype,
+            shuffle=harvest.shards.shuffle, every=harvest.positions.every, prompt=chosen if harvest.generate is not None else None,
+            metadata={"id": harvest.id, "model": harvest.model, "format": FORMAT},
+        )  # fmt: skip
+        capture = StoredCapture(
+            sites=harvest.sites, positions="all" if every else chosen, tag=HARVEST, at=harvest.at, dtype=dtype, consumers=[HARVEST],
+            harvest=place,
+        )  # fmt: skip
+        return EngineRequest(
+            job=self._attempt.job.id, request=next(self._numbers), attempt=self._attempt.number, token_ids=sequence.token_ids.tolist(),
+            sampling=Sampling(max_tokens=1) if harvest.generate is None else harvest.generate,
+            captures=capture.split(self._engine.info.inside), captured={HARVEST: sequences},
+            trace=self._attempt.progress.span.traceparent, tenant=self._attempt.job.tenant,
+        )  # fmt: skip
+
+    async def _sequence(self, ask: EngineRequest) -> int:
+        """How many tokens were generated."""
+        await self._slots.acquire()
+        try:
+            generated = 0
+            with self._attempt.progress.prompt(ask.request, len(ask.token_ids)) as told:
+                async with aclosing(self._engine.generate(ask, self._attempt.lease.steering)) as stream:
+                    async for progress in stream:
+                        self._attempt.check()
+                        told.heard(len(progress.token_ids))
+                        generated += len(progress.token_ids)
+            return generated
+        finally:
+            self._slots.release()
+
+    async def _settled(self, requests: Sequence[int]) -> list[Receipt]:
+        """The receipts of all these. Raises StoreAway, and MidstreamError for what a rank could not do."""
+        left, told = set(requests), dict[int, list[Receipt]]()
+        until = time.monotonic() + WRITE_PATIENCE * self._ledger.settings.capture_timeout_s
+        job, world = self._attempt.job.id, self._engine.world
+        while left:
+            batch = sorted(left)[:POLL_REQUESTS]
+            found = await patiently(lambda batch=batch: self._receipts.receipts(job, batch, world), f"receipts of {job}")  # type: ignore[misc]
+            told |= found
+            left -= found.keys()
+            if left and not found:
+                self._attempt.check()
+                if time.monotonic() > until:
+                    raise MidstreamError("receipts_timed_out", f"the receipts of {len(left)} sequences did not arrive in time")
+                await asyncio.sleep(POLL_S)
+        receipts = [receipt for request in requests for receipt in told[request]]
+        failed = [receipt for receipt in receipts if receipt.verdict != "ok"]
+        for receipt in failed:
+            if WRITE_FAILED not in receipt.message:
+                raise MidstreamError(receipt.kind or "capture_failed", f"rank {receipt.rank}: {receipt.message or receipt.verdict}")
+        if failed:
+            raise StoreAway(failed[0].message.partition(WRITE_FAILED)[2])
+        return receipts
+
+
+def _read_plan(store: ArtifactStore) -> Plan:
+    with store.open(PLAN) as handle:
+        return from_msgpack(handle.read(0, handle.size), Plan)
+
+
+def _cut_unit(
+    harvest: StoredHarvest, source: HarvestSource, plan: Plan, unit: PlannedUnit, bos: int | None, eos: int | None
+) -> tuple[list[list[CutSequence]], int]:
+    """(The sequences of each shard, how many documents were read.) Runs in a thread."""
+    documents = source.read(plan, unit)
+    return shards_of(harvest, cut(harvest, documents, bos, eos)), len(documents)
