@@ -34,7 +34,7 @@ class HarvestPlace(Record, omit_defaults=True):
     """Where the rows of one sequence go: travels to the ranks with its capture."""
 
     uri: str  # of the harvest's store
-    key: str  # of the shard, without what a stage adds to it
+    key: str  # of the shard, in the folder of its job, without what a stage adds to it
     index: int  # of the sequence in the shard
     sequences: int  # of the shard
     spans: list[tuple[int, int, int, int]]  # (document, position in it, first token in the sequence, tokens), ascending

@@ -50,7 +50,7 @@ def encoded_rows(rows: np.ndarray, dtype: str, to: str) -> tuple[np.ndarray, np.
     if to not in SCALED:
         return narrowed(values, to), None
     largest = np.abs(values).max(axis=1, initial=0.0)
-    scale = np.where(largest > 0, largest / SCALED[to], 1).astype(np.float32)
+    scale = np.where(largest == 0, 1, largest / SCALED[to]).astype(np.float32)
     with np.errstate(invalid="ignore"):
         scaled = np.nan_to_num(values / scale[:, None], nan=0.0, posinf=0.0, neginf=0.0)
     if to == "int8":

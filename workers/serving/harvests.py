@@ -117,11 +117,14 @@ class HarvestAttempt:
                     raise MidstreamError("capture_damaged", f"{part.key} is not what was written")
                 units += from_json(handle.read(0, handle.size), PartManifest).units
         named |= {file.key for unit in units for shard in unit.shards for file in shard.files}
-        for folder in (SHARDS, PARTS):
-            for key in store.children(f"{folder}/"):
-                if key not in named:
-                    logger.info("removing %s: of an attempt that does not count", key)
-                    store.delete(key)
+        folders = store.children(f"{SHARDS}/")
+        for key in itertools.chain(store.children(f"{PARTS}/"), *map(store.children, folders)):
+            if key not in named:
+                logger.info("removing %s: of an attempt that does not count", key)
+                store.delete(key)
+        for folder in folders:
+            if not store.children(folder):
+                store.delete(folder)
         return HarvestManifest(
             format=FORMAT, version=__version__, id=harvest.id, model=harvest.model, created=harvest.created, finished=now(),
             sites={str(hook): layers for hook, layers in harvest.sites.items()},
@@ -255,7 +258,7 @@ class HarvestAttempt:
     async def _once(
         self, harvest: StoredHarvest, unit: int, place: int, sequences: Sequence[CutSequence], requests: list[int]
     ) -> tuple[ShardEntry, int]:
-        key = f"{SHARDS}/u{unit:07d}.s{place:03d}.t{self._part.tries}.a{self._attempt.number}"
+        key = f"{SHARDS}/{self._attempt.job.id}/u{unit:07d}.s{place:03d}.a{self._attempt.number}"
         asks = [self._ask(harvest, key, index, sequence, len(sequences)) for index, sequence in enumerate(sequences)]
         requests += [ask.request for ask in asks]
         async with asyncio.TaskGroup() as group:

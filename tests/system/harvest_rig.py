@@ -1,0 +1,45 @@
+"""A harvest on a worker without its process: its parts are run as their messages would have them run."""
+
+import asyncio
+from typing import Any
+
+from sweep_rig import Rig
+
+from midstream.broker.ledger.harvests import Harvests, new_harvest_id
+from midstream.schemas.base import now
+from midstream.schemas.harvests import OVER, HarvestSource, HarvestView, StoredHarvest
+from midstream.schemas.models import WorkerInfo
+from midstream.workers.fake.model import HIDDEN_SIZE
+from midstream.workers.serving.attempts import Attempts
+
+
+def stored(rig: Rig, documents: list[str], sites: dict[str, list[int]], **changes: Any) -> StoredHarvest:
+    harvest_id = new_harvest_id()
+    fields: dict[str, Any] = {
+        "id": harvest_id, "model": "fake-model", "created": now(), "uri": f"{rig.settings.harvest_root}/{harvest_id}", "sites": sites,
+        "source": HarvestSource(lines=documents), "max_length": 4095, "row_bytes": 4 * HIDDEN_SIZE * sum(map(len, sites.values())),
+        "steering": "",
+    }  # fmt: skip
+    return StoredHarvest(**(fields | changes))
+
+
+async def work(rig: Rig, runs: Attempts, harvest_id: str, parts: int = 10_000) -> HarvestView:
+    """Run jobs of the harvest, one after the other, until it is over or so many were run."""
+    harvests = Harvests(rig.ledger)
+    done: set[str] = set()
+    while len(done) < parts:
+        view = await harvests.view(harvest_id)
+        if view.state in OVER:
+            break
+        waiting = [job for job in view.jobs if job not in done]
+        if not waiting:
+            await harvests.advance(harvest_id)
+            await asyncio.sleep(0.01)
+            continue
+        done.add(waiting[0])
+        await asyncio.gather(runs.run_part(waiting[0]), return_exceptions=True)
+    return await harvests.view(harvest_id)
+
+
+def live(rig: Rig) -> WorkerInfo:
+    return WorkerInfo(worker="w1", boot="boot", model="fake-model", version="", host="", pid=1, started=now(), tp=1, pp=1)

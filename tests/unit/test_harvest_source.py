@@ -1,0 +1,170 @@
+"""Sources of harvests: every document is in one unit, by its number; what cannot be read is said by file and place."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from midstream.broker.artifacts.corpora import find, store_of
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.harvests import HarvestSource, Plan, StoredHarvest
+from midstream.schemas.settings import Settings
+from midstream.workers.fake.model import make_bundle, make_tokenizer
+from midstream.workers.serving import harvest_source
+from midstream.workers.serving.harvest_source import HarvestSource as Reader
+
+TEXTS = [f"document number {number} " + "x" * (number % 37) for number in range(400)]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harvest_source, "LEAST_WEIGHT", 1)
+    monkeypatch.setattr(harvest_source, "PIECE", 1000)
+
+
+def reader(folder: Path, source: HarvestSource, **changes: Any) -> Reader:
+    fields: dict[str, Any] = {
+        "id": "hrv_1", "model": "m", "created": 0.0, "uri": "/none", "sites": {"post_block": [0]}, "source": source, "root": str(folder),
+        "max_length": 4096, "row_bytes": 640 << 10,
+    }  # fmt: skip
+    bundle = make_bundle(make_tokenizer())
+    return Reader(StoredHarvest(**(fields | changes)), bundle, Settings(harvest_sources=str(folder)))
+
+
+def texts_of(made: Reader, plan: Plan) -> list[tuple[int, str]]:
+    found = []
+    for unit in plan.units:
+        for document in made.read(plan, unit):
+            found.append((document.number, made.tokenizer.decode(document.token_ids.tolist())))
+    return found
+
+
+def write_jsonl(path: Path, values: list[Any], end: str = "\n") -> None:
+    path.write_text("\n".join(json.dumps(value) for value in values) + end)
+
+
+def test_every_line_of_every_file_is_read_once_in_order(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number, name in enumerate(("part-1.jsonl", "part-2.jsonl", "part-10.jsonl")):
+        values = [{"text": text, "id": 1} for text in TEXTS[number * 100 : number * 100 + 100]]
+        write_jsonl(folder / name, values, "" if number == 1 else "\n")
+    (folder / "readme.md").write_text("not a corpus")
+    made = reader(tmp_path, HarvestSource(path="corpus"))
+    plan = made.plan()
+    assert len(plan.units) > 5
+    assert texts_of(made, plan) == list(enumerate(TEXTS[:300]))
+
+
+def test_lines_of_the_request_are_documents(tmp_path: Path) -> None:
+    made = reader(tmp_path, HarvestSource(lines=[*TEXTS[:50], [104, 105]]), root="")
+    plan = made.plan()
+    assert len(plan.units) > 1
+    assert [number for number, _ in texts_of(made, plan)] == list(range(51))
+    assert made.read(plan, plan.units[-1])[-1].token_ids.tolist() == [104, 105]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "stream"])
+def test_columns_of_tables_are_documents(tmp_path: Path, kind: str) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    table = pa.table({"text": TEXTS, "number": list(range(len(TEXTS)))})
+    path = tmp_path / ("rows.parquet" if kind == "parquet" else "rows.arrow")
+    if kind == "parquet":
+        parquet.write_table(table, path, row_group_size=150)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, (pa.ipc.new_file if kind == "arrow" else pa.ipc.new_stream)(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=70)
+    made = reader(tmp_path, HarvestSource(path=path.name))
+    plan = made.plan()
+    assert len(plan.units) > 5
+    assert texts_of(made, plan) == list(enumerate(TEXTS))
+
+
+def test_token_ids_of_a_table_are_taken_as_they_are(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(pa.table({"input_ids": [[1, 2, 3], [], [4]]}), tmp_path / "ids.parquet")
+    made = reader(tmp_path, HarvestSource(path="ids.parquet", kind="tokens", field="input_ids"))
+    plan = made.plan()
+    found = [document.token_ids.tolist() for unit in plan.units for document in made.read(plan, unit)]
+    assert found == [[1, 2, 3], [], [4]]
+
+
+def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
+    made = reader(tmp_path, HarvestSource(path="chats.jsonl", kind="chat", field="messages"))
+    assert texts_of(made, made.plan()) == [(0, "<bos>user: hi\n")] or texts_of(made, made.plan())[0][1].endswith("user: hi\n")
+
+
+def test_a_limit_of_tokens_ends_the_plan_exactly_there(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "texts.jsonl", TEXTS)
+    made = reader(tmp_path, HarvestSource(path="texts.jsonl"), max_tokens=1234)
+    plan = made.plan()
+    documents = [document for unit in plan.units for document in made.read(plan, unit)]
+    assert sum(len(document.token_ids) for document in documents) == 1234
+    assert [document.number for document in documents] == list(range(len(documents)))
+
+
+def test_parts_cover_the_units(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "texts.jsonl", TEXTS)
+    plan = reader(tmp_path, HarvestSource(path="texts.jsonl")).plan()
+    assert 1 < plan.parts <= len(plan.units)
+
+
+@pytest.mark.parametrize(
+    ("lines", "source", "said"),
+    [
+        (['{"text": "a"}', "{"], {}, "document 1 is not JSON"),
+        (['{"other": "a"}'], {}, "document 0 has no member 'text'"),
+        (["17"], {}, "document 0 (in bad.jsonl) is not a text"),
+        (['{"text": [1, -4]}'], {"kind": "tokens"}, "document 0 (in bad.jsonl) is not a list of the model's token ids"),
+        (['{"text": [1, 9999]}'], {"kind": "tokens"}, "is not a list of the model's token ids"),
+    ],
+)
+def test_a_document_that_cannot_be_read_is_named(tmp_path: Path, lines: list[str], source: dict[str, Any], said: str) -> None:
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    made = reader(tmp_path, HarvestSource(path="bad.jsonl", **source))
+    plan = made.plan()
+    with pytest.raises(MidstreamError, match=".*") as raised:
+        [made.read(plan, unit) for unit in plan.units]
+    assert said in str(raised.value)
+    assert raised.value.kind == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "field"),
+    [
+        ("missing.jsonl", {}, "source.path"),
+        ("../etc", {}, "source.path"),
+        ("/etc/passwd", {}, "source.path"),
+        ("link.jsonl", {}, "source.path"),
+        ("both", {}, "source.format"),
+        ("readme.md", {}, "source.format"),
+        ("both", {"format": "arrow"}, "source.format"),
+    ],
+)
+def test_a_path_that_is_not_a_corpus_is_refused_by_its_field(tmp_path: Path, path: str, changes: dict[str, Any], field: str) -> None:
+    root = tmp_path / "root"
+    (root / "both").mkdir(parents=True)
+    for name in ("both/a.jsonl", "both/b.parquet", "readme.md"):
+        (root / name).write_text("x")
+    (tmp_path / "outside.jsonl").write_text("{}")
+    (root / "link.jsonl").symlink_to(tmp_path / "outside.jsonl")
+    with pytest.raises(MidstreamError) as raised:
+        find(Settings(harvest_sources=str(root)), HarvestSource(path=path, **changes))
+    assert (raised.value.kind, raised.value.field) == ("invalid_request", field)
+    assert raised.value.allowed
+
+
+def test_a_store_must_be_one_that_the_operator_allows(tmp_path: Path) -> None:
+    settings = Settings(data_dir=str(tmp_path), harvest_stores=f"{tmp_path}/a, s3://bucket/rows")
+    assert store_of(settings, None) == f"{tmp_path}/a"
+    assert store_of(settings, "s3://bucket/rows/") == "s3://bucket/rows"
+    with pytest.raises(MidstreamError) as raised:
+        store_of(settings, "s3://other")
+    assert raised.value.field == "store"
+    assert store_of(Settings(data_dir=str(tmp_path)), None) == f"{tmp_path}/harvests"
