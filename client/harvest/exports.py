@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from ...schemas.errors import MidstreamError
-from ...storage.shards import site_name
+from ...storage.shards import shard_buffers, site_name
 from .reader import Harvest, Shard, Site, open
 
 
@@ -89,7 +88,7 @@ def _documents(harvest: Harvest, shards: Sequence[Shard], target: Path, hook: st
     for document in np.unique(documents):
         mine = order[documents[order] == document]
         path = target / f"{document:09d}.safetensors"
-        _save(path, harvest, np.ascontiguousarray(states[mine]), token_ids[mine], generated[mine].astype(np.int64))
+        _save(path, np.ascontiguousarray(states[mine]), token_ids[mine], generated[mine].astype(np.int64))
         yield path
 
 
@@ -98,14 +97,8 @@ def _stored(shard: Shard, hook: str, layer: int) -> np.ndarray:
     return bits if dtype == "bfloat16" else shard.rows(hook, layer)
 
 
-def _save(path: Path, harvest: Harvest, states: np.ndarray, token_ids: np.ndarray, mask: np.ndarray) -> None:
-    from safetensors import serialize_file
-
-    if states.dtype != np.uint16:
-        save_file({"hidden_states": states, "token_ids": token_ids, "loss_mask": mask}, path)
-        return
-    tensors = {
-        name: {"dtype": dtype, "shape": list(values.shape), "data": np.ascontiguousarray(values).tobytes()}
-        for name, dtype, values in (("hidden_states", "bfloat16", states), ("token_ids", "int64", token_ids), ("loss_mask", "int64", mask))
-    }
-    serialize_file(tensors, str(path))
+def _save(path: Path, states: np.ndarray, token_ids: np.ndarray, mask: np.ndarray) -> None:
+    dtype = {"uint16": "bfloat16"}.get(states.dtype.name, states.dtype.name)
+    tensors = [("token_ids", "int64", token_ids), ("loss_mask", "int64", mask), ("hidden_states", dtype, states)]
+    buffers, _, _ = shard_buffers(tensors, {})
+    path.write_bytes(b"".join(buffers))

@@ -1,29 +1,227 @@
-"""Parts of a harvest on a worker without its process."""
+"""Parts of a harvest on a worker without its process: exactly once through releases, refusals of the store, pauses and bad input."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
-from harvest_kit import check_rows, checked, texts
+import pytest
+from harvest_kit import check_equal, check_rows, checked, texts
 from harvest_rig import stored, work
 from sweep_rig import Rig
 
-from midstream.broker.ledger.harvests import Harvests
-from midstream.schemas.harvests import HarvestShards
+from midstream.broker.ledger.harvests import TRIES, Harvests
+from midstream.client.harvest import open
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.harvests import HarvestCut, HarvestPositions, HarvestShards, HarvestSource, HarvestView, StoredHarvest
+from midstream.schemas.jobs import SamplingRequest
+from midstream.workers.fake.model import residual_rows
+from midstream.workers.serving import harvests as serving
+from midstream.workers.serving.attempt import AttemptOutcome
+
+SITES = {"post_block": [1, 3]}
+DOCUMENTS = texts(300, 200)
+#: Small shards: about ten units of several each.
+SHARDS = {"row_bytes": 8192, "shards": HarvestShards(mib=2)}
+
+
+async def submitted(rig: Rig, documents: list[str] = DOCUMENTS, **changes: Any) -> StoredHarvest:
+    harvest = stored(rig, documents, SITES, **{**SHARDS, **changes})
+    await Harvests(rig.ledger).submit(harvest)
+    await Harvests(rig.ledger).advance(harvest.id)
+    return harvest
+
+
+async def harvested(rig: Rig, documents: list[str] = DOCUMENTS, **changes: Any) -> tuple[StoredHarvest, HarvestView]:
+    async with rig.worker() as runs:
+        harvest = await submitted(rig, documents, **changes)
+        return harvest, await work(rig, runs, harvest.id)
 
 
 def test_a_harvest_is_planned_computed_and_sealed(redis_url: str, tmp_path: Path) -> None:
-    documents = texts(300, 200)
-
     async def scenario(rig: Rig) -> None:
-        harvest = stored(rig, documents, {"post_block": [1, 3]}, row_bytes=8192, shards=HarvestShards(mib=2))
+        harvest, view = await harvested(rig)
+        assert (view.state, view.error, view.share) == ("succeeded", None, 1.0)
+        made = checked(harvest.uri)
+        assert len(made.units) > 3
+        assert len(made.shards) > len(made.units)
+        check_rows(made, DOCUMENTS, [("post_block", 1), ("post_block", 3)])
+        assert (view.rows, view.documents, view.shards) == (len(made), len(DOCUMENTS), len(made.shards))
+        assert [key.decode() async for key in rig.ledger.redis.scan_iter("ms:harvest-units:*")] == []
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_the_stages_of_a_pipeline_write_files_of_the_same_rows(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        harvest, _ = await harvested(rig, DOCUMENTS[:60])
+        made = checked(harvest.uri)
+        assert [[file.pp for file in shard.entry.files] for shard in made.shards] == [[0, 1]] * len(made.shards)
+        check_rows(made, DOCUMENTS[:60], [("post_block", 1), ("post_block", 3)])
+
+    Rig(redis_url, tmp_path, pipeline_parallel_size=2, tensor_parallel_size=2)(scenario)
+
+
+def test_an_attempt_that_was_cut_short_is_gone_on_with(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        whole, _ = await harvested(rig)
         harvests = Harvests(rig.ledger)
         async with rig.worker() as runs:
-            await harvests.submit(harvest)
-            await harvests.advance(harvest.id)
+            harvest = await submitted(rig)
+            await work(rig, runs, harvest.id, parts=1)
+        async with rig.worker(fake_token_s=0.005, max_num_seqs=2) as runs:
+            (job, *_) = (await harvests.view(harvest.id)).jobs
+            running = asyncio.create_task(runs.run_part(job))
+            while (await harvests.view(harvest.id)).units_done < 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            runs.stop([job], AttemptOutcome.RELEASED)
+            assert await running is AttemptOutcome.RELEASED
+        async with rig.worker("another") as runs:
             view = await work(rig, runs, harvest.id)
         assert (view.state, view.error) == ("succeeded", None)
         made = checked(harvest.uri)
-        assert len(made.units) > 3
-        assert len(made.shards) > 3
-        check_rows(made, documents, [("post_block", 1), ("post_block", 3)])
+        check_equal(made, open(whole.uri))
+        attempts = {file.key.rpartition(".a")[2].split(".")[0] for shard in made.shards for file in shard.entry.files}
+        assert attempts == {"1", "2"}  # what the first attempt kept was not computed again
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_a_store_that_refuses_pauses_the_harvest_until_it_takes(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "PAUSE_S", 0.05)
+
+    async def scenario(rig: Rig) -> None:
+        harvests = Harvests(rig.ledger)
+        async with rig.worker() as runs:
+            harvest = await submitted(rig)
+            await work(rig, runs, harvest.id, parts=1)
+            blocked = Path(harvest.uri) / "shards"
+            blocked.write_text("no folder can be made here")
+            working = asyncio.create_task(work(rig, runs, harvest.id))
+            while (view := await harvests.view(harvest.id)).state != "paused":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert "shards" in view.reason
+            await asyncio.sleep(0.3)
+            assert not working.done()
+            blocked.unlink()
+            view = await working
+        assert (view.state, view.reason) == ("succeeded", "")
+        check_rows(checked(harvest.uri), DOCUMENTS, [("post_block", 1), ("post_block", 3)])
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_a_paused_harvest_goes_on_with_what_is_missing(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        harvests = Harvests(rig.ledger)
+        async with rig.worker() as runs:
+            harvest = await submitted(rig)
+            await work(rig, runs, harvest.id, parts=2)
+            view = await harvests.ask(harvest.id, "pause")
+            assert view.state == "paused"
+            assert {(await rig.ledger.view(job)).state for job in view.jobs} == {"aborted"}
+            done = view.units_done
+            await harvests.advance(harvest.id)
+            assert (await harvests.view(harvest.id)).units_done == done
+            await harvests.ask(harvest.id, "run")
+            view = await work(rig, runs, harvest.id)
+        assert view.state == "succeeded"
+        check_rows(checked(harvest.uri), DOCUMENTS, [("post_block", 1), ("post_block", 3)])
+        with pytest.raises(MidstreamError, match="has ended"):
+            await harvests.ask(harvest.id, "pause")
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_a_cancelled_harvest_has_no_manifest(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        async with rig.worker() as runs:
+            harvest = await submitted(rig)
+            await work(rig, runs, harvest.id, parts=2)
+            view = await Harvests(rig.ledger).ask(harvest.id, "cancel")
+        assert view.state == "cancelled"
+        with pytest.raises(MidstreamError, match=r"has no manifest\.json"):
+            open(harvest.uri)
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_a_source_that_cannot_be_read_fails_at_once_and_says_where(redis_url: str, tmp_path: Path) -> None:
+    corpora = tmp_path / "corpora"
+    corpora.mkdir()
+    (corpora / "bad.jsonl").write_text('{"text": "a"}\nnot JSON\n')
+
+    async def scenario(rig: Rig) -> None:
+        _, view = await harvested(rig, source=HarvestSource(path="bad.jsonl"), root=str(corpora))
+        assert view.state == "failed"
+        assert view.error is not None
+        assert (view.error.status, view.error.field) == (400, "source")
+        assert "document 1 is not JSON" in view.error.detail
+
+    Rig(redis_url, tmp_path, harvest_sources=str(corpora))(scenario)
+
+
+def test_a_part_that_keeps_failing_ends_the_harvest(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        async with rig.worker(fault="refuse:request=1") as runs:
+            harvest = await submitted(rig)
+            view = await work(rig, runs, harvest.id, parts=20)
+        assert view.state == "failed"
+        assert view.error is not None
+        assert "injected fault" in view.error.detail
+        assert len([job for job in (await rig.ledger.list(limit=50)).jobs if job.state == "failed"]) >= TRIES
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_another_global_steering_ends_the_harvest(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        _, view = await harvested(rig, steering="of another version")
+        assert view.state == "failed"
+        assert view.error is not None
+        assert (view.error.status, "global steering" in view.error.detail) == (409, True)
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "float8_e4m3fn"])
+def test_rows_of_every_dtype_are_read_back(redis_url: str, tmp_path: Path, dtype: Any) -> None:
+    async def scenario(rig: Rig) -> None:
+        harvest, view = await harvested(rig, DOCUMENTS[:20], dtype=dtype)
+        assert view.state == "succeeded"
+        made = checked(harvest.uri)
+        keys = made.keys(slice(None))
+        expected = residual_rows(3, keys.positions, keys.token_ids, "post_block")
+        bound = {"bfloat16": 2**-8, "float16": 2**-10, "int8": 1 / 127, "float8_e4m3fn": 2**-4}[dtype]
+        found = made.rows(slice(None), 3).astype("float32")
+        assert (abs(found - expected).max(axis=1) <= bound * abs(expected).max(axis=1) + 1e-6).all()
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_positions_cuts_and_limits_hold_over_a_harvest(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        sampled = HarvestPositions(sample=5, seed=3)
+        harvest, view = await harvested(rig, cut=HarvestCut(fit="pack"), max_length=128, positions=sampled)
+        assert view.state == "succeeded"
+        keys = checked(harvest.uri).keys(slice(None))
+        assert len(keys.documents) == 5 * len(DOCUMENTS)
+        again, _ = await harvested(rig, cut=HarvestCut(fit="pack"), max_length=128, positions=sampled)
+        check_equal(open(harvest.uri), open(again.uri))
+        limited, view = await harvested(rig, max_tokens=10_000)
+        assert view.tokens == 10_000
+        assert set(checked(limited.uri).keys(slice(None)).documents.tolist()) == set(range(view.documents))
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_generated_tokens_have_rows_too(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        documents = DOCUMENTS[:8]
+        harvest, view = await harvested(rig, documents, generate=SamplingRequest(max_tokens=6), positions=HarvestPositions(prompt=False))
+        assert view.state == "succeeded"
+        made = checked(harvest.uri)
+        assert made.manifest.generated == 6 * len(documents)
+        assert all(shard.generated().all() for shard in made.shards)
+        assert len(made) == 5 * len(documents)  # the last sampled token is never fed back
 
     Rig(redis_url, tmp_path)(scenario)

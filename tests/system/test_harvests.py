@@ -4,14 +4,12 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-from harvest_kit import check_equal, check_rows, checked, texts
+from harvest_kit import check_rows, checked, texts
 from stack import Stack
 
-from midstream.client import Client, MidstreamError
+from midstream.client import Client
 from midstream.schemas.harvests import HarvestView
 
 WAIT_S = 120.0

@@ -66,7 +66,9 @@ def test_a_sample_is_of_the_whole_document_and_follows_the_seed() -> None:
     made = keys(cut(asked, documents(9, 2), BOS, EOS))
     assert [key[0] for key in made] == [0, 0, 0, 1, 1]
     assert made == keys(cut(asked, documents(9, 2), BOS, EOS))
-    others = [keys(cut(harvest(cut=asked.cut, positions=HarvestPositions(sample=3, seed=seed)), documents(9, 2), None, EOS)) for seed in range(9)]
+    others = [
+        keys(cut(harvest(cut=asked.cut, positions=HarvestPositions(sample=3, seed=seed)), documents(9, 2), None, EOS)) for seed in range(9)
+    ]
     assert len({tuple(other) for other in others}) > 4
 
 

@@ -1,0 +1,229 @@
+"""Readers of harvests: random access, datasets that shuffle, split and resume, exports, verification."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from zlib_ng import zlib_ng
+
+from midstream import harvest as reading
+from midstream.schemas.base import to_json
+from midstream.schemas.dtypes import float32_to_bfloat16
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.harvest_order import row_order
+from midstream.schemas.harvests import (
+    FORMAT,
+    MANIFEST,
+    HarvestManifest,
+    HarvestPositions,
+    PartFile,
+    PartManifest,
+    ShardEntry,
+    ShardFile,
+    UnitEntry,
+)  # fmt: skip
+from midstream.storage.shards import shard_buffers
+
+WIDTH, TOKENS, DOCUMENTS, UNITS = 8, 6, 5, 12
+ROWS = UNITS * DOCUMENTS * TOKENS
+
+
+def value(documents: Any, positions: Any, layer: int) -> Any:
+    return np.asarray(documents) * 16 + np.asarray(positions) + layer / 4
+
+
+def write(root: Path, dtype: str = "float32", **changes: Any) -> str:
+    """Twelve units of one shard of five documents of six tokens, at two layers."""
+    (root / "shards").mkdir(parents=True)
+    (root / "parts").mkdir()
+    units, total = [], 0
+    for unit in range(UNITS):
+        documents = np.repeat(np.arange(DOCUMENTS) + unit * DOCUMENTS, TOKENS)
+        positions = np.tile(np.arange(TOKENS), DOCUMENTS)
+        order = row_order(1, documents, positions)
+        documents, positions = documents[order], positions[order]
+        tensors = [("documents", "int64", documents), ("positions", "int64", positions), ("token_ids", "int64", documents + positions)]
+        for layer in (2, 5):
+            rows = np.repeat(value(documents, positions, layer)[:, None], WIDTH, axis=1).astype(np.float32)
+            tensors.append((f"post_block.{layer}", dtype, float32_to_bfloat16(rows) if dtype == "bfloat16" else rows))
+        buffers, size, crc32 = shard_buffers(tensors, {})
+        key = f"shards/u{unit}.safetensors"
+        (root / key).write_bytes(b"".join(buffers))
+        total += size
+        file = ShardFile(key=key, bytes=size, crc32=crc32, sites={"post_block": [2, 5]})
+        units.append(
+            UnitEntry(
+                unit=unit, first=unit * DOCUMENTS, documents=DOCUMENTS, tokens=DOCUMENTS * TOKENS, rows=len(order), bytes=size,
+                shards=[ShardEntry(rows=len(order), files=[file])],
+            )
+        )  # fmt: skip
+    part = to_json(PartManifest(part=0, units=units))
+    (root / "parts/0000.json").write_bytes(part)
+    manifest = HarvestManifest(
+        format=FORMAT, version="0", id="hrv_1", model="m", created=0.0, finished=1.0, sites={"post_block": [2, 5]},
+        widths={"post_block": WIDTH}, at="before", dtype=dtype, max_length=8, fit="truncate", positions=HarvestPositions(), shuffle=1,
+        source="lines", documents=UNITS * DOCUMENTS, tokens=ROWS, rows=ROWS, bytes=total, shards=UNITS,
+        parts=[PartFile(key="parts/0000.json", crc32=zlib_ng.crc32(part), shards=UNITS, rows=ROWS)], **changes,
+    )  # fmt: skip
+    (root / MANIFEST).write_bytes(to_json(manifest))
+    return str(root)
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    return write(tmp_path / "harvest")
+
+
+def test_rows_and_keys_are_read_by_number(uri: str) -> None:
+    made = reading.open(uri)
+    assert len(made) == ROWS
+    assert "360 rows" in repr(made)
+    for index in (slice(None), slice(5, 200, 7), np.array([3, 359, 3, 40]), [0, -1]):
+        keys = made.keys(index)
+        assert np.array_equal(made.rows(index, 5)[:, 0], value(keys.documents, keys.positions, 5))
+    assert made.rows(17, 2).shape == (WIDTH,)
+    assert made.rows([], 2).shape == (0, WIDTH)
+    with pytest.raises(IndexError, match="out of range"):
+        made.rows(ROWS, 2)
+    with pytest.raises(MidstreamError, match="several sites"):
+        made.rows(0)
+    with pytest.raises(MidstreamError, match="no site of layer 3"):
+        made.rows(0, 3)
+
+
+def test_a_document_is_read_in_the_order_of_its_tokens(uri: str) -> None:
+    keys, rows = reading.open(uri).document(23, 2)
+    assert keys.positions.tolist() == list(range(TOKENS))
+    assert rows[:, 0].tolist() == value(23, np.arange(TOKENS), 2).tolist()
+    assert len(reading.open(uri).document(10_000, 2)[1]) == 0
+
+
+def test_a_whole_harvest_verifies(uri: str) -> None:
+    found = reading.verify(uri)
+    assert (found.faults, found.shards, found.rows) == ([], UNITS, ROWS)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "part", "count"])
+def test_damage_is_found(uri: str, damage: str) -> None:
+    shard, part, manifest = (Path(uri) / name for name in ("shards/u3.safetensors", "parts/0000.json", MANIFEST))
+    if damage == "flip":
+        data = bytearray(shard.read_bytes())
+        data[-5] ^= 1
+        shard.write_bytes(data)
+    elif damage == "cut":
+        shard.write_bytes(shard.read_bytes()[:-100])
+    elif damage == "missing":
+        shard.unlink()
+    elif damage == "part":
+        part.write_bytes(part.read_bytes().replace(b'"unit":3', b'"unit":4'))
+    else:
+        manifest.write_bytes(manifest.read_bytes().replace(b'"rows":360,"bytes"', b'"rows":361,"bytes"'))
+    assert not reading.verify(uri).ok
+
+
+def test_a_folder_without_a_manifest_is_no_harvest(tmp_path: Path) -> None:
+    with pytest.raises(MidstreamError, match=r"has no manifest\.json"):
+        reading.open(str(tmp_path))
+
+
+def seen(batches: Any) -> list[float]:
+    return [float(row[0]) for batch in batches for row in batch]
+
+
+def expected() -> Counter[float]:
+    return Counter(value(document, position, 5) for document in range(UNITS * DOCUMENTS) for position in range(TOKENS))
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_every_row_is_in_an_epoch_once_over_all_loader_workers(uri: str, workers: int) -> None:
+    data = pytest.importorskip("torch.utils.data")
+    found = seen(data.DataLoader(reading.RowDataset(uri, [("post_block", 5)], batch_size=7), batch_size=None, num_workers=workers))
+    assert Counter(found) == expected()
+    assert found != sorted(found)
+
+
+def test_replicas_share_the_rows_and_epochs_differ(uri: str) -> None:
+    pytest.importorskip("torch")
+    halves = [seen(reading.RowDataset(uri, [("post_block", 5)], replica=replica, replicas=2)) for replica in range(2)]
+    assert Counter(halves[0] + halves[1]) == expected()
+    first, again, other = (seen(reading.RowDataset(uri, [("post_block", 5)], epoch=epoch)) for epoch in (0, 0, 1))
+    assert first == again != other
+
+
+@pytest.mark.parametrize("taken", [0, 1, 9, 25, 52])
+def test_a_dataset_goes_on_where_it_was(uri: str, taken: int) -> None:
+    pytest.importorskip("torch")
+    whole = seen(reading.RowDataset(uri, [("post_block", 5)], batch_size=7))
+    dataset = reading.RowDataset(uri, [("post_block", 5)], batch_size=7)
+    stream = iter(dataset)
+    before = seen([next(stream) for _ in range(taken)])
+    resumed = reading.RowDataset(uri, [("post_block", 5)], batch_size=7)
+    resumed.load_state_dict(dataset.state_dict())
+    assert before + seen(resumed) == whole
+    started = reading.RowDataset(uri, [("post_block", 5)], batch_size=7, start=taken)
+    assert before + seen(started) == whole
+
+
+def test_a_plain_loader_with_workers_goes_on_from_a_number_of_batches(uri: str) -> None:
+    data = pytest.importorskip("torch.utils.data")
+
+    def loader(start: int) -> Any:
+        return data.DataLoader(reading.RowDataset(uri, [("post_block", 5)], batch_size=7, start=start), batch_size=None, num_workers=2)
+
+    whole = [batch[:, 0].tolist() for batch in loader(0)]
+    assert [batch[:, 0].tolist() for batch in loader(10)] == whole[10:]
+
+
+def test_several_sites_and_keys_come_as_a_dict(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    dataset = reading.RowDataset(write(tmp_path / "h", "bfloat16"), keys=True, dtype=torch.bfloat16)
+    batch = next(iter(dataset))
+    assert set(batch) == {"post_block.2", "post_block.5", "document", "position", "token_id"}
+    assert batch["post_block.2"].dtype == torch.bfloat16
+    assert torch.equal(batch["token_id"], batch["document"] + batch["position"])
+
+
+def test_activations_never_end(uri: str) -> None:
+    pytest.importorskip("torch")
+    stream = reading.activations(uri, 5, batch_size=50)
+    batches = [next(stream) for _ in range(20)]
+    assert {tuple(batch.shape) for batch in batches} == {(50, WIDTH)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_documents_are_written_as_vllms_connector_does(tmp_path: Path, dtype: str) -> None:
+    uri = write(tmp_path / "h", dtype)
+    paths = reading.to_hidden_states(uri, tmp_path / "out")
+    assert len(paths) == UNITS * DOCUMENTS
+    with safe_open(paths[7], framework="pt") as file:
+        states, mask = file.get_tensor("hidden_states"), file.get_tensor("loss_mask")
+        assert tuple(states.shape) == (TOKENS, 2, WIDTH)
+        assert str(states.dtype) == f"torch.{dtype}"
+        assert states[:, 1, 0].float().tolist() == pytest.approx(value(7, np.arange(TOKENS), 5).tolist(), rel=2**-8)
+        assert file.get_tensor("token_ids").tolist() == [7 + position for position in range(TOKENS)]
+        assert mask.tolist() == [1] * TOKENS
+
+
+def test_thinned_positions_cannot_train_a_draft_model(tmp_path: Path) -> None:
+    uri = write(tmp_path / "h")
+    manifest = Path(uri) / MANIFEST
+    manifest.write_bytes(manifest.read_bytes().replace(b'"every":1', b'"every":2'))
+    with pytest.raises(MidstreamError, match="leave gaps"):
+        reading.to_hidden_states(uri, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_tables_have_a_column_for_each_site(uri: str, tmp_path: Path, kind: str) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    export = reading.to_parquet if kind == "parquet" else reading.to_arrow
+    paths = export(uri, tmp_path / "out", [("post_block", 5)])
+    assert len(paths) == UNITS
+    read = parquet.read_table(paths[4]) if kind == "parquet" else pa.ipc.open_file(str(paths[4])).read_all()
+    assert read.column_names == ["document", "position", "token_id", "post_block.5"]
+    row = read.slice(3, 1).to_pylist()[0]
+    assert row["post_block.5"] == [value(row["document"], row["position"], 5)] * WIDTH
