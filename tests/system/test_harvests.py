@@ -55,4 +55,101 @@ def test_lines_of_a_request_become_shards_with_every_row(client: Client) -> None
     check_rows(checked(done.uri), documents, [("mlp_out", 0), ("post_block", 1), ("post_block", 3)])
     assert (done.documents, done.share, done.state) == (20, 1.0, "succeeded")
     assert done.rows == sum(map(len, documents))
-    assert [each.id for each in client.harvests().harvests][0] == view.id
+    assert client.harvests(limit=1).harvests[0].id == view.id
+
+
+def test_workers_share_a_corpus_and_a_killed_one_costs_nothing(stack: Stack, client: Client) -> None:
+    documents = texts(3000, 120)
+    fields: dict[str, Any] = {
+        "model": "fake-model", "source": {"path": corpus(stack, "large.jsonl", documents)}, "hooks": {"post_block": [1, 3]}, "shards": SMALL,
+    }  # fmt: skip
+    whole = client.wait_harvest(client.submit_harvest(**fields), timeout=WAIT_S)
+    made = checked(whole.uri)
+    check_rows(made, documents, [("post_block", 1), ("post_block", 3)])
+    view = client.submit_harvest(**fields)
+    for name in ("worker", "worker-2", "relay", "callbacks"):
+        done = client.harvest(view).units_done
+        if done == whole.units:
+            break
+        stack.kill(name)
+        stack.restart(name)
+        until(client, view, lambda view, done=done: view.units_done > done or view.state == "succeeded")
+    view = client.wait_harvest(view, timeout=WAIT_S)
+    check_equal(checked(view.uri), made)
+
+
+def test_progress_is_streamed_until_the_end(stack: Stack, client: Client) -> None:
+    view = client.submit_harvest(model="fake-model", source={"lines": texts(50)}, layers=[0])
+    kinds, last = [], {}
+    with httpx.stream("GET", f"{stack.url}/v1/harvests/{view.id}/events", timeout=WAIT_S) as response:
+        for line in response.iter_lines():
+            if line.startswith("event: "):
+                kinds.append(line[7:])
+            elif line.startswith("data: "):
+                last = json.loads(line[6:])
+    assert kinds[-1] == "done"
+    assert set(kinds[:-1]) == {"progress"}
+    assert last == {"state": "succeeded"}
+
+
+def test_a_harvest_is_paused_resumed_cancelled_and_deleted(stack: Stack, client: Client) -> None:
+    source = {"path": corpus(stack, "pause.jsonl", texts(3000, 120))}
+    view = client.submit_harvest(model="fake-model", source=source, layers=[0, 1], shards=SMALL)
+    until(client, view, lambda view: view.units_done > 0)
+    client.pause_harvest(view)
+    paused = until(client, view, lambda view: view.state in ("paused", "succeeded") and not view.reason.startswith("pausing"))
+    if paused.state == "paused":
+        time.sleep(1.0)
+        assert client.harvest(view).units_done == paused.units_done
+        client.resume_harvest(view)
+    done = client.wait_harvest(view, timeout=WAIT_S)
+    checked(done.uri)
+    client.delete_harvest(view)
+    assert not Path(done.uri).exists()
+    with pytest.raises(MidstreamError, match="unknown harvest"):
+        client.harvest(view)
+    other = client.submit_harvest(model="fake-model", source=source, layers=[0], shards=SMALL)
+    with pytest.raises(MidstreamError, match="has not ended"):
+        client.delete_harvest(other)
+    client.cancel_harvest(other)
+    deadline = time.monotonic() + WAIT_S
+    while client.harvest(other).state != "cancelled":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_repeated_submission_is_one_harvest(client: Client) -> None:
+    fields: dict[str, Any] = {"model": "fake-model", "source": {"lines": ["a", "b"]}, "layers": [0]}
+    first = client.submit_harvest(idempotency_key="once", **fields)
+    assert client.submit_harvest(idempotency_key="once", **fields).id == first.id
+    with pytest.raises(MidstreamError, match="different body"):
+        client.submit_harvest(idempotency_key="once", **fields | {"layers": [1]})
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"source": {}}, "source"),
+        ({"source": {"lines": ["a"], "path": "b"}}, "source"),
+        ({"source": {"lines": []}}, "source.lines"),
+        ({"source": {"lines": [[1, 100_000]]}}, "source.lines[0][1]"),
+        ({"source": {"path": "missing.jsonl"}}, "source.path"),
+        ({"source": {"path": "../outside"}}, "source.path"),
+        ({"hooks": {"nowhere": "all"}}, "hooks.nowhere"),
+        ({"layers": [99]}, "layers"),
+        ({"cut": {"max_length": 100_000}}, "cut.max_length"),
+        ({"cut": {"fit": "fold"}}, "cut.fit"),
+        ({"positions": {"every": 0}}, "positions.every"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"shards": {"mib": 0}}, "shards.mib"),
+        ({"store": "s3://elsewhere"}, "store"),
+        ({"generate": {"max_tokens": 100_000}}, "generate.max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"unknown": 1}, "unknown"),
+    ],
+)
+def test_a_bad_field_is_a_400_that_names_it(stack: Stack, body: dict[str, Any], field: str) -> None:
+    answer = httpx.post(f"{stack.url}/v1/harvests", json={"model": "fake-model", "source": {"lines": ["a"]}, **body})
+    assert answer.status_code == 400, answer.text
+    problem = answer.json()
+    assert (problem.get("field") or "").startswith(field) or field in problem["detail"], problem

@@ -129,7 +129,7 @@ def test_a_document_that_cannot_be_read_is_named(tmp_path: Path, lines: list[str
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
     made = reader(tmp_path, HarvestSource(path="bad.jsonl", **source))
     plan = made.plan()
-    with pytest.raises(MidstreamError, match=".*") as raised:
+    with pytest.raises(MidstreamError) as raised:
         [made.read(plan, unit) for unit in plan.units]
     assert said in str(raised.value)
     assert raised.value.kind == "invalid_request"

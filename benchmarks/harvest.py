@@ -1,0 +1,232 @@
+"""What does a harvest cost beside the model, do several workers scale, and does memory stay flat?
+
+    python benchmarks/harvest.py speed    # the whole service against a stock vLLM engine on the same sequences, in turns
+    python benchmarks/harvest.py scale    # 1, 2 and 4 fake workers whose engine takes a fixed time for a sequence
+    python benchmarks/harvest.py memory   # resident memory of all processes over a harvest of --tokens tokens
+    python benchmarks/harvest.py read     # rows/s of RowDataset beside the disk's own rate
+
+Prints JSON. A rate counts the tokens of sequences; for the service, from the planned source to the last unit that counts.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parent.parent / "tests" / "system"), str(Path(__file__).parent)]
+
+from engines import DEMO_MODEL, EngineProcess, bench_prompts, settings_for, tokenised
+from stack import Stack
+
+from midstream.client import Client
+from midstream.client.harvest import RowDataset, open, verify
+from midstream.schemas.harvests import HarvestView
+
+LENGTH = 256
+ENGINE = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 2048, "kv_cache_gib": 1.0}
+SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}
+
+
+def sequences(count: int, seed: int) -> list[list[int]]:
+    """Documentation cut into pieces of `LENGTH` tokens, each begun by random tokens so that no two share a prefix."""
+    stream = [token for ids in tokenised(bench_prompts(), DEMO_MODEL) for token in ids]
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        start = int(rng.integers(0, len(stream) - LENGTH))
+        found.append([*rng.integers(1000, 20000, 8).tolist(), *stream[start : start + LENGTH - 8]])
+    return found
+
+
+def harvest(client: Client, model: str, lines: list[Any], **fields: Any) -> HarvestView:
+    view = client.submit_harvest(model=model, source={"lines": lines}, positions={"skip_bos": False}, **fields)
+    while (view := client.harvest(view)).state not in ("succeeded", "failed", "cancelled"):
+        time.sleep(0.1)
+    assert view.state == "succeeded", view
+    return view
+
+
+def computed_s(view: HarvestView) -> float:
+    """From the first part that computes to the end, sealing included."""
+    assert view.started is not None
+    assert view.finished is not None
+    return view.finished - view.started
+
+
+def speed(arguments: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {"length": LENGTH, "sequences": arguments.sequences, "rounds": arguments.rounds, "engine": ENGINE}
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        stock = EngineProcess("stock", settings_for(root / "stock", DEMO_MODEL, **ENGINE))
+        try:
+            options = {"engine": "vllm", "model": str(DEMO_MODEL), "model_name": "demo", "certify": False, **ENGINE, **SLOW}
+            with Stack(root / "ours", api=True, start_timeout_s=300, **options) as stack, Client(stack.url) as client:
+                for layers in ([15], [2, 7, 12, 17, 22, 27]):
+                    rounds = [turn(stock, client, layers, number, arguments.sequences) for number in range(arguments.rounds + 1)][1:]
+                    ratios = [ours / theirs for theirs, ours in rounds]
+                    found[f"{len(layers)} layers"] = {
+                        "stock_tokens_s": [round(theirs) for theirs, _ in rounds], "harvest_tokens_s": [round(ours) for _, ours in rounds],
+                        "ratio": [round(ratio, 3) for ratio in ratios], "median_ratio": round(statistics.median(ratios), 3),
+                    }  # fmt: skip
+        finally:
+            stock.close()
+    return found
+
+
+def turn(stock: EngineProcess, client: Client, layers: list[int], number: int, count: int) -> tuple[float, float]:
+    """Tokens/s of both on the same sequences; who is first changes."""
+    lines = sequences(count, 1000 * len(layers) + number)
+    tokens = sum(map(len, lines))
+
+    def theirs() -> float:
+        return tokens / float(stock.run(lines, 1, 64)["seconds"])
+
+    def ours() -> float:
+        view = harvest(client, "demo", lines, layers=layers, shards={"mib": 16})
+        rate = tokens / computed_s(view)
+        client.delete_harvest(view)
+        return rate
+
+    if number % 2:
+        mine = ours()
+        return theirs(), mine
+    return theirs(), ours()
+
+
+def scale(arguments: argparse.Namespace) -> dict[str, Any]:
+    rates: dict[int, list[float]] = {}
+    for workers in arguments.workers:
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"engine": "fake", "fake_token_s": 0.08, "max_num_seqs": 4, "harvest_requests_in_flight": 8, "worker_concurrency": 8}
+            with Stack(Path(folder), api=True, workers=workers, **options, **SLOW) as stack, Client(stack.url) as client:
+                for _ in range(arguments.rounds):
+                    lines = [f"{number} " + "x" * 200 for number in range(500 * workers)]
+                    view = harvest(client, "fake-model", lines, layers=[1], shards={"mib": 1}, cut={"fit": "truncate"})
+                    rates.setdefault(workers, []).append(view.tokens / computed_s(view))
+    first = statistics.median(rates[arguments.workers[0]])
+    return {
+        str(workers): {"tokens_s": [round(rate) for rate in each], "times_one": round(statistics.median(each) / first, 2)}
+        for workers, each in rates.items()
+    }
+
+
+def memory(arguments: argparse.Namespace) -> dict[str, Any]:
+    fake = arguments.engine == "fake"
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        corpus = root / "corpus"
+        corpus.mkdir()
+        document = {"text": "x " * 500} if fake else {"text": " ".join(bench_prompts()[:3])}
+        with (corpus / "texts.jsonl").open("w") as file:
+            for _ in range(arguments.tokens // 900):
+                file.write(json.dumps(document) + "\n")
+        options: dict[str, Any] = {"engine": "fake"} if fake else {"engine": "vllm", "model": str(DEMO_MODEL), "certify": False, **ENGINE}
+        options |= {"model_name": "m", "harvest_sources": str(corpus), **SLOW}
+        with Stack(root / "data", api=True, start_timeout_s=300, **options) as stack, Client(stack.url) as client:
+            with sampled({name: process.pid for name, process in stack.processes.items()}) as samples:
+                view = client.submit_harvest(
+                    model="m", source={"path": "texts.jsonl"}, layers=[1, 2], cut={"max_length": 256, "fit": "split"},
+                    shards={"mib": 8}, max_tokens=arguments.tokens,
+                )  # fmt: skip
+                view = client.wait_harvest(view)
+            found = verify(view.uri)
+            quarters = {
+                name: [round(max(part)) for part in np.array_split(np.array(values), 4) if len(part)]
+                for name, values in samples.items()
+                if values
+            }
+            return {
+                "tokens": view.tokens, "rows": found.rows, "faults": found.faults, "bytes": found.bytes, "seconds": round(computed_s(view), 1),
+                "tokens_s": round(view.tokens_s), "rss_mib_by_quarter": quarters,
+            }  # fmt: skip
+
+
+@contextmanager
+def sampled(pids: dict[str, int]) -> Iterator[dict[str, list[float]]]:
+    """Resident MiB of each process and those below it, twice a second."""
+    found: dict[str, list[float]] = {name: [] for name in pids}
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.wait(0.5):
+            for name, pid in pids.items():
+                found[name].append(sum(map(_rss_mib, _family(pid))))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _family(pid: int) -> list[int]:
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            child, _, rest = stat.read_text().partition(" ")
+            parents.setdefault(int(rest.rpartition(") ")[2].split()[1]), []).append(int(child))
+        except OSError:
+            continue
+    found, at = [pid], 0
+    while at < len(found):
+        found += parents.get(found[at], [])
+        at += 1
+    return found
+
+
+def _rss_mib(pid: int) -> float:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**20
+    except OSError:
+        return 0.0
+
+
+def read(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A harvest that exists: `--uri`."""
+    made = open(arguments.uri)
+    site = made.sites[0]
+    files = [Path(arguments.uri) / file.key for shard in made.shards for file in shard.entry.files]
+    size = sum(path.stat().st_size for path in files)
+
+    def disk() -> float:
+        start = time.perf_counter()
+        for path in files:
+            path.read_bytes()
+        return size / (time.perf_counter() - start)
+
+    def rows() -> float:
+        start = time.perf_counter()
+        count = sum(len(batch) for batch in RowDataset(arguments.uri, [site], batch_size=4096))
+        return count / (time.perf_counter() - start)
+
+    width = made.manifest.widths[site[0]]
+    disk()
+    rounds = [(disk(), rows()) for _ in range(arguments.rounds)]
+    return {
+        "rows": len(made), "width": width, "dtype": made.manifest.dtype, "bytes": size, "cached": True,
+        "disk_mib_s": [round(rate / 2**20) for rate, _ in rounds], "rows_s": [round(rate) for _, rate in rounds],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["speed", "scale", "memory", "read"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--workers", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2])
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--engine", choices=["fake", "vllm"], default="fake")
+    parser.add_argument("--uri")
+    chosen = parser.parse_args()
+    print(json.dumps({"speed": speed, "scale": scale, "memory": memory, "read": read}[chosen.what](chosen), indent=1))

@@ -1,0 +1,96 @@
+"""Harvests on the real engine: their rows are those of captures, and a killed worker costs none and doubles none."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from host import relative_error
+from stack import Stack
+from tolerances import BF16_BATCH
+
+from midstream.client import Client
+from midstream.client.harvest import Harvest, open, verify
+from midstream.workers.demo_model import fetch_demo_model
+
+SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}
+DOCUMENTS = [
+    f"Fact number {number}: " + "the sum of the angles of a triangle is two right angles, " * (1 + number % 9) for number in range(60)
+]
+LAYERS = [3, 15, 28]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    model = fetch_demo_model()
+    options = {"engine": "vllm", "model": str(model), "model_name": "demo", "max_model_len": 512, "kv_cache_gib": 0.5, "certify": False}
+    with Stack(tmp_path_factory.mktemp("harvest"), api=True, start_timeout_s=180, **options, **SLOW) as stack:
+        yield stack
+
+
+@pytest.fixture
+def client(service: Stack) -> Iterator[Client]:
+    with Client(service.url) as made:
+        yield made
+
+
+def harvested(client: Client, **fields: object) -> Harvest:
+    view = client.submit_harvest(model="demo", source={"lines": DOCUMENTS}, layers=LAYERS, shards={"mib": 1}, **fields)
+    view = client.wait_harvest(view, timeout=180)
+    assert verify(view.uri).faults == []
+    return open(view.uri)
+
+
+def check_close(made: Harvest, other: Harvest) -> None:
+    """The same keys in the same places, and rows that differ by the batch alone."""
+    for mine, theirs in zip(made.shards, other.shards, strict=True):
+        for left, right in zip(mine.keys(), theirs.keys(), strict=True):
+            assert np.array_equal(left, right)
+        for layer in LAYERS:
+            assert relative_error(mine.rows("post_block", layer), theirs.rows("post_block", layer)) <= BF16_BATCH
+
+
+@pytest.fixture(scope="module")
+def whole(service: Stack) -> Harvest:
+    with Client(service.url) as made:
+        return harvested(made)
+
+
+def test_rows_of_a_harvest_are_those_of_captures(client: Client, whole: Harvest) -> None:
+    numbers = [0, 17, 59]
+    job = client.run(
+        model="demo", prompts=[DOCUMENTS[number] for number in numbers], max_tokens=1, progress=False,
+        capture={"layers": LAYERS, "positions": "all_prompt"},
+    )  # fmt: skip
+    captured = client.capture(job)
+    for request, number in enumerate(numbers):
+        for layer in LAYERS:
+            keys, rows = whole.document(number, layer)
+            assert keys.positions.tolist() == captured.positions(request=request)
+            assert keys.token_ids.tolist() == captured.token_ids(request=request)
+            assert relative_error(rows, captured.array(layer, request=request)) <= BF16_BATCH
+    assert set(whole.keys(slice(None)).documents.tolist()) == set(range(len(DOCUMENTS)))
+
+
+def test_a_killed_worker_costs_no_row_and_doubles_none(service: Stack, client: Client, whole: Harvest) -> None:
+    view = client.submit_harvest(model="demo", source={"lines": DOCUMENTS}, layers=LAYERS, shards={"mib": 1})
+    while client.harvest(view).units_done < 1:
+        time.sleep(0.05)
+    service.kill("worker")
+    before = client.harvest(view).units_done
+    assert before < client.harvest(view).units
+    service.restart("worker")
+    done = client.wait_harvest(view, timeout=240)
+    assert verify(done.uri).faults == []
+    check_close(open(done.uri), whole)
+    assert {path.name for path in Path(done.uri).iterdir()} == {"manifest.json", "plan.msgpack", "parts", "shards"}
+
+
+def test_scaled_rows_of_the_real_model_are_close(client: Client, whole: Harvest) -> None:
+    for dtype, bound in (("int8", 0.01), ("float8_e4m3fn", 0.04)):
+        made = harvested(client, dtype=dtype)
+        for layer in LAYERS:
+            exact = whole.document(11, layer)[1][1:]
+            error = np.linalg.norm(made.document(11, layer)[1][1:] - exact, axis=1) / np.linalg.norm(exact, axis=1)
+            assert np.median(error) <= bound, (dtype, layer)
