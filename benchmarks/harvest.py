@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parent.parent / "tests" / "system"), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "system"))
 
 from engines import DEMO_MODEL, EngineProcess, bench_prompts, settings_for, tokenised
 from stack import Stack
@@ -145,8 +145,8 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
                 if values
             }
             return {
-                "tokens": view.tokens, "rows": found.rows, "faults": found.faults, "bytes": found.bytes, "seconds": round(computed_s(view), 1),
-                "tokens_s": round(view.tokens_s), "rss_mib_by_quarter": quarters,
+                "tokens": view.tokens, "rows": found.rows, "faults": found.faults, "bytes": found.bytes,
+                "seconds": round(computed_s(view), 1), "tokens_s": round(view.tokens_s), "rss_mib_by_quarter": quarters,
             }  # fmt: skip
 
 

@@ -4,12 +4,14 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
-from harvest_kit import check_rows, checked, texts
+from harvest_kit import check_equal, check_rows, checked, texts
 from stack import Stack
 
-from midstream.client import Client
+from midstream.client import Client, MidstreamError
 from midstream.schemas.harvests import HarvestView
 
 WAIT_S = 120.0
@@ -61,7 +63,7 @@ def test_lines_of_a_request_become_shards_with_every_row(client: Client) -> None
 def test_workers_share_a_corpus_and_a_killed_one_costs_nothing(stack: Stack, client: Client) -> None:
     documents = texts(3000, 120)
     fields: dict[str, Any] = {
-        "model": "fake-model", "source": {"path": corpus(stack, "large.jsonl", documents)}, "hooks": {"post_block": [1, 3]}, "shards": SMALL,
+        "model": "fake-model", "source": {"path": corpus(stack, "large.jsonl", documents)}, "layers": [1, 3], "shards": SMALL,
     }  # fmt: skip
     whole = client.wait_harvest(client.submit_harvest(**fields), timeout=WAIT_S)
     made = checked(whole.uri)
