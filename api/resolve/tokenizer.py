@@ -16,8 +16,8 @@ import jinja2
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from ...broker.artifacts.chat_templates import in_parts, template_environment
 from ...schemas.chat import PlainMessage, characters_of
-from ...schemas.chat_templates import in_parts, template_environment
 from ...schemas.errors import MidstreamError, invalid, shortened
 from ...schemas.models import TokenizerBundle
 from ...schemas.selectors import SelectorError, Span

@@ -8,7 +8,8 @@ import numpy as np
 
 from ...schemas.errors import MidstreamError
 from ...storage.shards import shard_buffers, site_name
-from .reader import Harvest, Shard, Site, open
+from .reader import Harvest, Shard, Site
+from .reader import open as open_harvest
 
 
 def to_parquet(uri: str, folder: str | Path, sites: Sequence[Site] | None = None) -> list[Path]:
@@ -35,7 +36,7 @@ def to_arrow(uri: str, folder: str | Path, sites: Sequence[Site] | None = None) 
 
 
 def _tables(uri: str, folder: str | Path, sites: Sequence[Site] | None, ending: str) -> Iterator[tuple[Path, Any]]:
-    harvest, target = open(uri), Path(folder)
+    harvest, target = open_harvest(uri), Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     for number, shard in enumerate(harvest.shards):
         yield target / f"rows-{number:06d}.{ending}", table(shard, sites or harvest.sites)
@@ -60,7 +61,7 @@ def to_hidden_states(uri: str, folder: str | Path, hook: str | None = None, laye
     `loss_mask` int64 `[tokens]`: 1 for generated tokens, or for all where none were generated. Documents come with the positions that
     were harvested. Raises MidstreamError for positions that leave gaps.
     """
-    harvest, target = open(uri), Path(folder)
+    harvest, target = open_harvest(uri), Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     rule = harvest.manifest.positions
     if rule.every != 1 or rule.sample is not None:

@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ...storage.shards import site_name
-from .reader import Harvest, Shard, Site, open
+from .reader import Harvest, Shard, Site
+from .reader import open as open_harvest
 
 #: Shards whose rows are mixed.
 MIXED = 4
@@ -39,7 +40,7 @@ class RowDataset(IterableDataset[Any]):
         start: int = 0,
     ) -> None:
         """`seed`: None: the order of the harvest. `dtype`: of the rows; None: float32, or float16 where they are stored so."""
-        self.harvest: Harvest = open(uri)
+        self.harvest: Harvest = open_harvest(uri)
         self.sites = [self.harvest.site(*site) for site in sites] if sites else self.harvest.sites
         self.batch_size, self.seed, self.epoch, self.mixed, self.keys, self.dtype = batch_size, seed, epoch, mixed, keys, dtype
         self.replica, self.replicas, self.start = replica, replicas, start
@@ -117,7 +118,7 @@ def activations(
     """float32 `[batch_size, width]` of one site, epoch after epoch without end: the data provider of SAELens' `SAETrainer`."""
     epoch = 0
     while True:
-        dataset = RowDataset(uri, [open(uri).site(hook, layer)], batch_size=batch_size, seed=seed, epoch=epoch, dtype=torch.float32)
+        dataset = RowDataset(uri, [open_harvest(uri).site(hook, layer)], batch_size=batch_size, seed=seed, epoch=epoch, dtype=torch.float32)
         if not len(dataset):
             raise ValueError(f"the harvest {uri} has no rows")
         small = len(dataset.harvest) < batch_size

@@ -10,7 +10,8 @@ from ...schemas.blobs import DamagedBlob
 from ...schemas.errors import MidstreamError
 from ...schemas.harvest_order import row_order
 from ...storage.shards import checksum, read_tensors, site_name
-from .reader import Harvest, Shard, open
+from .reader import Harvest, Shard
+from .reader import open as open_harvest
 
 #: Faults that are listed.
 SHOWN = 100
@@ -37,7 +38,7 @@ def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> Veri
     """
     found = Verification()
     try:
-        harvest = open(uri)
+        harvest = open_harvest(uri)
     except MidstreamError as error:
         if error.kind != "capture_damaged":
             raise
@@ -74,9 +75,9 @@ def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> Veri
 
 
 def _shard(harvest: Harvest, shard: Shard, found: Verification) -> tuple[np.ndarray, np.ndarray]:
-    keys = None
+    keys, store = None, harvest.store
     for file in shard.entry.files:
-        with harvest.store.open(file.key, hold=False) as handle:
+        with store.open(file.key, hold=False) as handle:
             found.bytes += handle.size
             if handle.size != file.bytes or checksum(handle) != file.crc32:
                 found.faults.append(f"{file.key} is not what was written: its size or CRC32 differs")

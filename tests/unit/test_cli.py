@@ -390,7 +390,11 @@ def test_hooks_and_layers_are_the_only_names_of_sites() -> None:
 
     found = set(options_of(typer.main.get_command(main.app), "midstream"))
     assert found == {
-        *((f"midstream {command}", option) for command in ("submit", "sweep", "capture export") for option in ("--hooks", "--layers")),
+        *(
+            (f"midstream {command}", option)
+            for command in ("submit", "sweep", "capture export", "harvest run")
+            for option in ("--hooks", "--layers")
+        ),
         ("midstream attention", "--layers"),
         *(("midstream lens", option) for option in ("--hooks", "--layers")),
         *((f"midstream probe {verb}", option) for verb in ("register", "train") for option in ("--hook", "--layer")),  # a probe has one

@@ -12,11 +12,13 @@ from typing import Any
 import msgspec
 from msgspec import inspect as shapes
 
+from midstream.broker.ledger.harvests import Out
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import Hello, Kind, Refusal
 from midstream.schemas.base import to_json, to_msgpack
 from midstream.schemas.errors import Problem
 from midstream.schemas.handling import Callback
+from midstream.schemas.harvests import HarvestSource, PartFile, PartManifest, Plan, StoredHarvest, UnitEntry
 from midstream.schemas.jobs import Event, Job, Output
 from midstream.schemas.keys import Key, Tenant
 from midstream.schemas.lens import TunedLens
@@ -39,9 +41,9 @@ FILE = Path(__file__).parents[1] / "data" / "wire.json"
 MSGPACK: tuple[Any, ...] = (
     Receipt, LostRange, Hello, Refusal, Job, Output, RankSpec, Run, RunFiles, UnitRecord, Module, Proposal, GlobalSteering,
     WorkerSteering, Tensor, TokenizerBundle, Key, Tenant, Lora, LensPart, FeaturesPart, ReaderPart, Probe, Sae,
-    TunedLens,
+    TunedLens, StoredHarvest, UnitEntry, Plan,
 )  # fmt: skip
-JSON: tuple[Any, ...] = (ModelInfo, WorkerInfo, Event, Problem, Callback, DeliveryAttempt, LoraUse)
+JSON: tuple[Any, ...] = (ModelInfo, WorkerInfo, Event, Problem, Callback, DeliveryAttempt, LoraUse, Out, PartFile, PartManifest)
 
 #: Where a value is bound by more than its type.
 CHOSEN: dict[tuple[str, str], Any] = {
@@ -61,6 +63,7 @@ CHOSEN: dict[tuple[str, str], Any] = {
     ("Sampling", "logprobs"): 2,
     ("TokenLogprob", "top"): [],
     ("Event", "data"): {"state": "running", "attempt": 1},
+    ("StoredHarvest", "source"): HarvestSource(path="corpus", field="body"),
 }
 TEXTS = {"name": "alpha", "tenant": "team", "id": "0123456789ab", "tag": "t", "sha256": "0" * 64}
 

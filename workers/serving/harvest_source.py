@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
+from ...broker.artifacts.chat_templates import in_parts, template_environment
 from ...broker.artifacts.corpora import find, missing
-from ...schemas.chat_templates import in_parts, template_environment
 from ...schemas.errors import MidstreamError
 from ...schemas.harvests import Plan, PlannedUnit, StoredHarvest
 from ...schemas.limits import MAX_DOCUMENT_BYTES

@@ -1,4 +1,4 @@
-"""Chat templates: jinja2's sandbox with the environment that transformers gives them. Needs jinja2, so only API and workers import it."""
+"""Chat templates: jinja2's sandbox with the environment that transformers gives them."""
 
 import json
 from datetime import datetime
