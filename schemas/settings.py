@@ -154,7 +154,7 @@ class Settings(Record):
     sweep_entry: bool = True  # start a cell's forward pass at the patched layer, where the engine can
 
     # Harvests
-    harvest_stores: str = ""  # folders or bucket URIs that harvests may be made in, separated by commas; empty: `harvests` below `data_dir`
+    harvest_stores: str = ""  # folders or bucket URIs that harvests may be made in, separated by commas; empty: below the data
     harvest_sources: str = ""  # folders or bucket URIs that corpora may be read from, separated by commas; empty: lines in the request only
     harvest_requests_in_flight: Count = 64  # sequences of all harvests in a worker's engine at a time; a sixteenth of it beside other jobs
 

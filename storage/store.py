@@ -202,6 +202,19 @@ def check_key(key: str) -> str:
     return key
 
 
+def below(uri: str, name: str) -> str:
+    """The URI of the store `name` inside of another."""
+    path, mark, options = uri.partition("?") if _SCHEME.match(uri) else (uri, "", "")
+    return f"{path.rstrip('/')}/{name}{mark}{options}"
+
+
+def around(uri: str) -> tuple[str, str]:
+    """The inverse of `below`: the URI of the outer store, and the name."""
+    path, mark, options = uri.partition("?") if _SCHEME.match(uri) else (uri, "", "")
+    outer, _, name = path.rpartition("/")
+    return outer + mark + options, name
+
+
 @lru_cache(maxsize=64)
 def open_store(uri: str | PurePath) -> ArtifactStore:
     """The store at a URI, or in a local folder: `scheme://…` is opened by `open_store` of the module `<scheme>_store` beside this one.

@@ -14,6 +14,7 @@ from ...schemas.models import ModelInfo
 from ...schemas.selectors import Hook
 from ...schemas.settings import Settings
 from ...schemas.specs import StoredCapture
+from ...storage.store import below
 from .admission import check_vocabulary
 from .captures import SITE_RULES, Bounds, PromptFacts
 
@@ -42,7 +43,7 @@ async def plan_harvest(body: HarvestRequest, info: ModelInfo, settings: Settings
     base = store_of(settings, body.store)
     harvest_id = new_harvest_id()
     return StoredHarvest(
-        id=harvest_id, model=info.name, created=now(), uri=f"{base}/{harvest_id}", sites=sites, source=body.source, root=root,
+        id=harvest_id, model=info.name, created=now(), uri=below(base, harvest_id), sites=sites, source=body.source, root=root,
         cut=body.cut, max_length=body.cut.max_length or longest, positions=body.positions, at=body.at, generate=body.generate,
         dtype=body.dtype, row_bytes=sum(info.row_size(hook) * len(layers) for hook, layers in sites.items()) * ITEM_BYTES[info.dtype],
         shards=body.shards, max_tokens=body.max_tokens, tenant=caller.tenant, key=caller.key, priority=body.priority or "normal",

@@ -15,7 +15,7 @@ from ...schemas.errors import MidstreamError
 from ...schemas.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
 from ...schemas.keys import Caller
 from ...schemas.limits import MAX_NAME
-from ...storage.store import open_store
+from ...storage.store import around, open_store
 from ..context import AppContext, context_of
 from ..resolve.harvests import plan_harvest
 from ..responses import events
@@ -132,7 +132,7 @@ async def delete_harvest(harvest_id: HarvestId, request: JsonRequest) -> None:
     view = await _seen(request, harvest_id)
     if view.state not in OVER:
         raise MidstreamError("conflict", f"harvest {harvest_id} has not ended: cancel it first")
-    base, _, name = view.uri.rpartition("/")
+    base, name = around(view.uri)
     await anyio.to_thread.run_sync(lambda: open_store(base).delete(f"{name}/"))
     await context_of(request).harvests.forget(harvest_id)
 

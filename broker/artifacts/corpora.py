@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.harvests import Format, HarvestSource
 from ...schemas.settings import Settings
-from ...storage.store import ArtifactStore, open_store
+from ...storage.store import ArtifactStore, below, open_store
 
 #: Ending → format.
 ENDINGS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
@@ -21,7 +21,8 @@ def allowed(text: str) -> list[str]:
 
 def store_of(settings: Settings, wanted: str | None) -> str:
     """The URI under which harvests are made. Raises a 400 for one that the operator does not allow."""
-    there = allowed(settings.harvest_stores) or [str(settings.harvest_root)]
+    own = below(settings.artifacts, "harvests") if settings.artifacts.startswith("s3://") else str(settings.harvest_root)
+    there = allowed(settings.harvest_stores) or [own]
     if wanted is None:
         return there[0]
     if wanted.rstrip("/") not in there:

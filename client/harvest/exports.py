@@ -70,7 +70,7 @@ def to_hidden_states(uri: str, folder: str | Path, hook: str | None = None, laye
     wanted = list(layers) if layers is not None else harvest.manifest.sites.get(hook, [])
     for layer in wanted:
         harvest.site(hook, layer)
-    made = []
+    made: list[Path] = []
     for unit in harvest.units:
         shards = [shard for shard in harvest.shards if shard.unit is unit]
         made += _documents(harvest, shards, target, hook, wanted)

@@ -193,7 +193,8 @@ class Harvest:
         joined = np.concatenate(parts)
         made = np.empty_like(joined)
         made[np.concatenate(order)] = joined
-        return made[0] if isinstance(index, int | np.integer) else made
+        one: np.ndarray = made[0] if isinstance(index, int | np.integer) else made
+        return one
 
     def _touch(self, shard: Shard) -> Shard:
         """The shard, used last; the one that was not used for longest is closed."""

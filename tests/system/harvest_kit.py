@@ -46,6 +46,7 @@ def checked(uri: str) -> Harvest:
     assert found.faults == []
     harvest = open(uri)
     named = {file.key for shard in harvest.shards for file in shard.entry.files} | {part.key for part in harvest.manifest.parts}
-    there = {str(path.relative_to(uri)) for path in Path(uri).rglob("*") if path.is_file()}
+    # A killed writer leaves files whose names begin with a dot: they are no objects.
+    there = {str(path.relative_to(uri)) for path in Path(uri).rglob("*") if path.is_file() and not path.name.startswith(".")}
     assert there == named | {"manifest.json", "plan.msgpack"}
     return harvest

@@ -137,7 +137,7 @@ def test_a_repeated_submission_is_one_harvest(client: Client) -> None:
         ({"source": {"lines": [[1, 100_000]]}}, "source.lines[0][1]"),
         ({"source": {"path": "missing.jsonl"}}, "source.path"),
         ({"source": {"path": "../outside"}}, "source.path"),
-        ({"hooks": {"nowhere": "all"}}, "hooks.nowhere"),
+        ({"hooks": {"nowhere": "all"}}, "hooks"),
         ({"layers": [99]}, "layers"),
         ({"cut": {"max_length": 100_000}}, "cut.max_length"),
         ({"cut": {"fit": "fold"}}, "cut.fit"),
