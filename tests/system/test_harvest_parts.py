@@ -4,16 +4,20 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import s3_kit
 from harvest_kit import check_equal, check_rows, checked, texts
 from harvest_rig import stored, work
+from s3_kit import FaultProxy
 from sweep_rig import Rig
 
 from midstream.broker.ledger.harvests import TRIES, Harvests
-from midstream.client.harvest import open
+from midstream.client.harvest import open, verify
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.harvests import HarvestCut, HarvestPositions, HarvestShards, HarvestSource, HarvestView, StoredHarvest
 from midstream.schemas.jobs import SamplingRequest
+from midstream.storage.store import below
 from midstream.workers.fake.model import residual_rows
 from midstream.workers.serving import harvests as serving
 from midstream.workers.serving.attempt import AttemptOutcome
@@ -225,3 +229,36 @@ def test_generated_tokens_have_rows_too(redis_url: str, tmp_path: Path) -> None:
         assert len(made) == 5 * len(documents)  # the last sampled token is never fed back
 
     Rig(redis_url, tmp_path)(scenario)
+
+
+@pytest.mark.long
+def test_a_bucket_that_goes_away_pauses_the_harvest_and_gets_every_row(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "PAUSE_S", 0.05)
+    for name, value in s3_kit.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+    async def scenario(rig: Rig, proxy: FaultProxy) -> None:
+        harvests, uri = Harvests(rig.ledger), s3_kit.uri(proxy)
+        async with rig.worker() as runs:
+            harvest = stored(rig, DOCUMENTS, SITES, **SHARDS)  # type: ignore[arg-type]
+            harvest = msgspec.structs.replace(harvest, uri=below(uri, harvest.id))
+            await harvests.submit(harvest)
+            await harvests.advance(harvest.id)
+            await work(rig, runs, harvest.id, parts=1)
+            fault = proxy.fault("403 AccessDenied", r"PUT .*(shards|probe)")
+            working = asyncio.create_task(work(rig, runs, harvest.id))
+            while (view := await harvests.view(harvest.id)).state != "paused":  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            assert view.reason
+            fault.times = 0
+            proxy.fault("cut", r"PUT .*shards", times=2)
+            view = await working
+        assert (view.state, view.error) == ("succeeded", None)
+        found = verify(harvest.uri)
+        assert (found.faults, found.rows) == ([], view.rows)
+        check_rows(open(harvest.uri), DOCUMENTS, [("post_block", 1), ("post_block", 3)])
+
+    with s3_kit.s3_server() as proxy:
+        Rig(redis_url, tmp_path)(lambda rig: scenario(rig, proxy))
