@@ -88,9 +88,10 @@ def test_a_killed_worker_costs_no_row_and_doubles_none(service: Stack, client: C
 
 
 def test_scaled_rows_of_the_real_model_are_close(client: Client, whole: Harvest) -> None:
-    for dtype, bound in (("int8", 0.01), ("float8_e4m3fn", 0.04)):
+    """To half a step of the dtype, measured by the row's largest value, and what the batch may change."""
+    for dtype, step in (("int8", 1 / 254), ("float8_e4m3fn", 2**-4)):
         made = harvested(client, dtype=dtype)
         for layer in LAYERS:
-            exact = whole.document(11, layer)[1][1:]
-            error = np.linalg.norm(made.document(11, layer)[1][1:] - exact, axis=1) / np.linalg.norm(exact, axis=1)
-            assert np.median(error) <= bound, (dtype, layer)
+            exact = whole.document(11, layer)[1]
+            error = np.abs(made.document(11, layer)[1] - exact).max(axis=1)
+            assert (error <= (step + BF16_BATCH) * np.abs(exact).max(axis=1)).all(), (dtype, layer)
