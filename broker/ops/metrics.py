@@ -38,6 +38,10 @@ RELEASE = Histogram("midstream_release_seconds", "From POST to the response, for
 
 # What workers do
 ATTEMPTS = Counter("midstream_attempts_total", "Attempts that this worker has ended", ["model", "outcome"])
+HARVESTED_TOKENS = Counter("midstream_harvest_tokens_total", "Tokens of harvests whose units count", ["model"])
+HARVESTED_ROWS = Counter("midstream_harvest_rows_total", "Positions of harvests whose rows are durable and count", ["model"])
+HARVESTED_BYTES = Counter("midstream_harvest_bytes_total", "Bytes of their shards", ["model"])
+HARVEST_WAITS = Counter("midstream_harvest_store_failures_total", "Times that a harvest's store refused a write", ["model"])
 
 # What the relay does
 RECEIPTS = Counter("midstream_receipts_total", "Receipts, by outcome", ["status"])

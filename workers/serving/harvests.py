@@ -13,6 +13,7 @@ from contextlib import aclosing
 from ...broker.ledger.harvests import Harvests, Kept
 from ...broker.ledger.jobs import Ledger
 from ...broker.ledger.sweeps import Sweeps
+from ...broker.ops import metrics
 from ...schemas.base import from_json, from_msgpack, now, to_json, to_msgpack
 from ...schemas.dtypes import RowDType
 from ...schemas.errors import MidstreamError
@@ -162,6 +163,7 @@ class HarvestAttempt:
     async def _away(self, harvest: StoredHarvest, reason: str, pause: float) -> float:
         """Show the reason and wait; how long the next wait is."""
         logger.warning("harvest %s waits for its store: %s", harvest.id, reason)
+        metrics.HARVEST_WAITS.labels(harvest.model).inc()
         await patiently(lambda: self._harvests.trouble(harvest.id, reason), f"trouble of {harvest.id}")
         await asyncio.sleep(pause)
         self._attempt.check()
@@ -233,6 +235,11 @@ class HarvestAttempt:
             )
         )
         crash_point("harvest.kept")
+        for counter, more in (
+            (metrics.HARVESTED_TOKENS, entry.tokens + entry.generated), (metrics.HARVESTED_ROWS, entry.rows),
+            (metrics.HARVESTED_BYTES, entry.bytes),
+        ):  # fmt: skip
+            counter.labels(harvest.model).inc(more)
         kept[number] = entry
 
     def _check(self, answer: Kept) -> None:
