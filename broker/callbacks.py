@@ -28,6 +28,7 @@ from .ops import metrics, observability, redis_durability
 from .ops.liveness import REAPER_KEY
 from .ops.redis_availability import is_absence
 from .queue.celery_app import CALLBACKS_QUEUE, make_app
+from .queue.transport import transport_of
 from .webhooks.sender import Sender
 
 log = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class SenderStep(bootsteps.StartStopStep):
 def make_callbacks_app(settings: Settings) -> Celery:
     """The Celery app of the `callbacks` worker."""
     app = make_app(settings)
-    app.conf.broker_transport = "midstream.broker.queue.transport:Transport"
+    app.conf.broker_transport = transport_of(settings.redis_url)
     app.midstream_settings = settings
     app.steps["worker"].update({ReaperStep, SenderStep})
     return app

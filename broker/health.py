@@ -19,6 +19,7 @@ import redis
 from ..schemas.base import from_json
 from ..schemas.models import WorkerInfo
 from ..schemas.settings import Settings, SettingsError, load_settings
+from .ops import redis_open
 from .ops.liveness import REAPER_KEY, RELAY_KEY
 
 TIMEOUT_S = 5.0
@@ -84,7 +85,7 @@ def _answers(url: str) -> str:
 
 
 def _redis(settings: Settings) -> "redis.Redis":
-    return redis.Redis.from_url(settings.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+    return redis_open.client(settings.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
 
 
 def main(arguments: list[str]) -> int:

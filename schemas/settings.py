@@ -34,6 +34,10 @@ _STORE = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_./-]*)?"
 _ENDPOINT = re.compile(r"https?://[^/?#@\s]+")
 
 
+#: Of a `redis_url` that names sentinels, without and with TLS: see `broker.ops.redis_open`.
+SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
+
+
 class SettingsError(ValueError):
     """A setting is wrong; the message names it and where it came from."""
 
@@ -54,6 +58,8 @@ class Settings(Record):
     redis_maxmemory_mib: Natural = 0  # of the Redis that `midstream up` starts; 0: no limit but the machine's
     redis_url: str = ""  # empty: `midstream up` starts its own on a free loopback port
     redis_allow_lossy: bool = False  # accept a Redis without AOF, or one that evicts keys: accepted jobs may be lost
+    redis_sentinel_password: str = ""  # put into a `redis_url` of Sentinel, as `redis_password` is
+    redis_replicas: Natural = 0  # replicas that must have a write before it is acknowledged; 0: none
     relay_url: str = ""  # tcp://host:port of the relay's ROUTER; empty: `midstream up` picks a free port
     relay_allow_remote: bool = False  # let the relay listen beyond loopback without CURVE keys: only on a trusted network
     curve_dir: str = ""  # folder where relay and workers of one account create and find their CURVE keys automatically
@@ -256,7 +262,7 @@ def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Se
         values |= more | ({"engine_options": options} if options else {})
     if len(to_json(values.get("engine_options", {}))) > ENGINE_OPTIONS_BYTES:
         raise SettingsError(f"engine_options: longer than {ENGINE_OPTIONS_BYTES >> 10} KiB as JSON")
-    return _with_tls(_with_password(_with_store(Settings(**values))))
+    return _with_tls(_with_sentinel_password(_with_password(_with_store(Settings(**values)))))
 
 
 def _with_store(settings: Settings) -> Settings:
@@ -324,6 +330,21 @@ def _with_password(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, redis_url=urlunsplit(parts._replace(netloc=netloc)), redis_password="")
 
 
+def _with_sentinel_password(settings: Settings) -> Settings:
+    """The settings with the sentinels' password inserted into the URL."""
+    if not settings.redis_sentinel_password or not settings.redis_url:
+        return settings
+    parts = urlsplit(settings.redis_url)
+    query = dict(parse_qsl(parts.query))
+    if parts.scheme not in SENTINEL_SCHEMES:
+        raise SettingsError(f"redis_sentinel_password: redis_url names no sentinels; valid schemes: {', '.join(SENTINEL_SCHEMES)}")
+    if "sentinel_password" in query:
+        raise SettingsError("redis_url has sentinel_password and redis_sentinel_password is set: use one")
+    query["sentinel_password"] = settings.redis_sentinel_password
+    url = urlunsplit(parts._replace(query=urlencode(query)))
+    return msgspec.structs.replace(settings, redis_url=url, redis_sentinel_password="")
+
+
 #: Setting → parameter of the URL, as redis-py and kombu both read them.
 _TLS = {"redis_tls_ca": "ssl_ca_certs", "redis_tls_cert": "ssl_certfile", "redis_tls_key": "ssl_keyfile"}
 
@@ -334,7 +355,7 @@ def _with_tls(settings: Settings) -> Settings:
     if not files or not settings.redis_url:
         return settings
     parts = urlsplit(settings.redis_url)
-    if parts.scheme != "rediss":
+    if not parts.scheme.startswith("rediss"):
         raise SettingsError(f"{' and '.join(files)}: redis_url is not rediss://…, so nothing would be encrypted")
     query = dict(parse_qsl(parts.query))
     for name, path in files.items():

@@ -24,6 +24,7 @@ from celery.worker.components import Pool
 
 from ..broker.ops import observability, redis_durability, traces
 from ..broker.queue.celery_app import make_app, queue_of
+from ..broker.queue.transport import transport_of
 from ..broker.queue.visibility import LeaseStep
 from ..broker.receipts.curve import client_keys, with_kept_keys
 from ..schemas import faults
@@ -77,9 +78,7 @@ class EngineStep(bootsteps.StartStopStep):
 def make_worker_app(settings: Settings) -> Celery:
     """The Celery app of a worker, with its host, tasks and bootsteps."""
     app = make_app(settings)
-    app.conf.broker_transport = (
-        "midstream.broker.queue.transport:Transport"  # workers alone: Flower knows brokers by the scheme of their URL
-    )
+    app.conf.broker_transport = transport_of(settings.redis_url)  # workers alone: Flower knows brokers by the scheme of their URL
     app.engine_host = EngineHost(app, settings, on_death=lambda reason: _end_process(app))
     app.may_renew = lambda: not app.engine_host.death  # a dead engine's messages must come back to the queue
     register_tasks(app, app.engine_host)

@@ -1,9 +1,11 @@
-"""The durability barrier: waits until Redis has logged every write that it has confirmed, so that a kill loses none.
+"""The durability barrier: waits until Redis has logged every write that it has confirmed, so that a kill loses none, and until as many
+replicas have it as the setting `redis_replicas` asks for, so that a failover loses none.
 
 With `appendfsync everysec` Redis writes to the kernel before it answers, with one exception: while a background fsync runs, which
 takes long on a busy disk, it holds writes back for up to 2 s but still answers. An answer is passed on as confirmed only after
 `INFO persistence` shows that no earlier write is held back. (`redis_appendfsync = "always"` also covers a machine that dies.)
-Why this and neither `appendfsync always` nor `WAITAOF`: docs/decisions/0014-durability-barrier.md.
+Why this and neither `appendfsync always` nor `WAITAOF`: docs/decisions/0014-durability-barrier.md. What replicas promise:
+docs/decisions/0034-failover.md.
 """
 
 import asyncio
@@ -11,6 +13,8 @@ import time
 from typing import Any
 
 import redis.exceptions
+
+from ..ops.redis_availability import PROBE_KEY
 
 #: Seconds between two polls while a sync is running.
 PAUSE_S = 0.01
@@ -21,24 +25,39 @@ PATIENCE_S = 10.0
 BACK_S = 0.2
 #: A Redis whose uptime exceeds the wait by more than this was not restarted. (It counts whole seconds.)
 MARGIN_S = 2.0
+#: WAIT blocks its connection for at most this long; the barrier then asks again.
+REPLICAS_MS = 500
+#: Nothing is acknowledged for this long after another master was found: what is to be acknowledged may have been the former's answer.
+SETTLED_S = 3.0
 
 
 class Barrier:
     """One wait: the query to send, and whether its answer is sufficient.
 
-    Both users, the asynchronous ledger and the synchronous relay, queue `ask` on a pipeline and pass its answer to `passed`. This is
-    where replicas would be awaited, too: a write and `WAIT` on the same connection after INFO, and their count in `passed`.
+    Both users, the asynchronous ledger and the synchronous relay, queue `ask` on a pipeline and pass its answers to `passed`.
+    `replicas`: number of replicas that must have the writes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int = 0) -> None:
+        self._replicas = replicas
         self._base = self._size = -1
 
     def ask(self, pipe: Any) -> None:
-        """Queue the query on a pipeline, synchronous or not. It yields one answer."""
+        """Queue the query on a pipeline, synchronous or not. Its answers are the last of the pipeline."""
+        if self._replicas:
+            # WAIT covers what its own connection has written: this write comes after all that was confirmed on others.
+            pipe.set(PROBE_KEY, 1, ex=60)
+            pipe.wait(self._replicas, REPLICAS_MS)
         pipe.info("persistence")
 
-    def passed(self, persistence: dict[str, Any]) -> bool:
-        """Whether everything confirmed before the first answer passed here is written.
+    def passed(self, *answers: Any) -> bool:
+        """Whether everything confirmed before the first answers passed here is written, and replicated. `answers`: to `ask`, in order."""
+        if self._replicas and answers[-2] < self._replicas:
+            return False
+        return self._logged(answers[-1])
+
+    def _logged(self, persistence: dict[str, Any]) -> bool:
+        """Whether everything confirmed before the first answer passed here is written to the log.
 
         Redis writes before it answers in each round of its loop. So if no sync was running then, everything held back was
         written before this answer left. If syncs follow each other without a pause and something is always held back, the size of
@@ -63,8 +82,9 @@ def persistence_in(info: bytes) -> dict[str, Any]:
 class AofBarrier:
     """The barrier over a redis.asyncio client: `await barrier()`. Belongs to the client's event loop."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, replicas: int = 0) -> None:
         self._client = client
+        self._replicas = replicas
         self._run = ""  # id of the Redis process that answered last
         self._asking = asyncio.Lock()
         self._next: asyncio.Task[None] | None = None
@@ -72,8 +92,8 @@ class AofBarrier:
     async def __call__(self) -> None:
         """Wait until everything confirmed so far is written. Concurrent callers share one query.
 
-        Raises redis.RedisError: a TimeoutError if Redis cannot write, a ConnectionError if it was restarted meanwhile: then
-        it is unknown whether it had written what it had confirmed.
+        Raises redis.RedisError: a TimeoutError if Redis cannot write or has too few replicas, a ConnectionError if it was restarted or
+        failed over meanwhile: then it is unknown whether what it had confirmed still exists.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._wait(time.monotonic(), self._run), name="midstream-aof-barrier")
@@ -84,20 +104,23 @@ class AofBarrier:
         async with self._asking:
             self._next = None  # the query is sent now: later callers need another
             deadline = time.monotonic() + PATIENCE_S
-            barrier = Barrier()
-            while not barrier.passed(await self._answer(barrier, since, run)):
+            barrier = Barrier(self._replicas)
+            while not barrier.passed(*await self._answers(barrier, since, run)):
                 if time.monotonic() >= deadline:
-                    raise redis.exceptions.TimeoutError("Redis cannot write its log")
+                    few = f", or fewer than {self._replicas} replicas have its writes (redis_replicas)" if self._replicas else ""
+                    raise redis.exceptions.TimeoutError(f"Redis cannot write its log{few}")
                 await asyncio.sleep(PAUSE_S)
 
-    async def _answer(self, barrier: Barrier, since: float, run: str) -> dict[str, Any]:
-        """The answer of the Redis process that was running before `since`."""
+    async def _answers(self, barrier: Barrier, since: float, run: str) -> list[Any]:
+        """The answers of the Redis process that was running before `since`, and of the same master."""
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.info("server")
             barrier.ask(pipe)
-            server, answer = await pipe.execute()
+            server, *answers = await pipe.execute()
         self._run = server["run_id"]
         waited = time.monotonic() - since
         if run not in ("", self._run) and waited > BACK_S and server["uptime_in_seconds"] < waited + MARGIN_S:
             raise redis.exceptions.ConnectionError("Redis was restarted and may have lost writes that it had already acknowledged")
-        return dict(answer)
+        if getattr(self._client.connection_pool, "switched", -SETTLED_S) > since - SETTLED_S:
+            raise redis.exceptions.ConnectionError("Redis failed over, and may have lost writes that the former master had confirmed")
+        return answers

@@ -26,7 +26,7 @@ from ...schemas.settings import Settings
 from ...schemas.sweeps import UnitRecord
 from ...schemas.tensors import Tensor
 from ...schemas.version import __version__
-from ..ops import redis_availability
+from ..ops import redis_availability, redis_open
 from . import scripts, views
 from .aof_barrier import AofBarrier, Barrier, persistence_in
 from .auto_pipeline import PipelinedRedis
@@ -120,7 +120,7 @@ class Ledger:
         self.settings = settings
         self.tenants = Tenants(self.redis, settings)
         self._pressure = MemoryPressure(self.redis)
-        self._written = AofBarrier(self.redis)
+        self._written = AofBarrier(self.redis, settings.redis_replicas)
         self._scripts = scripts.Scripts(client)
         self._models: dict[str, tuple[bytes, ModelInfo]] = {}  # as stored, and decoded
         self._result: Any = client.register_script(RESULT)
@@ -131,7 +131,7 @@ class Ledger:
 
         `answer_s`: seconds without an answer after which a connection is dropped and the call repeated over a new one.
         """
-        pool = redis.asyncio.BlockingConnectionPool.from_url(
+        pool = redis_open.async_pool(
             settings.redis_url,
             max_connections=MAX_CONNECTIONS,
             timeout=answer_s,
@@ -243,6 +243,8 @@ class Ledger:
     async def claim(self, job_id: str, worker: str, boot: str, ranks: int, global_version: int = 0, everyone: bool = False) -> Claim | None:
         """Take a queued job: running, attempt + 1, leased for `lease_s`. None if another worker has it, or it has ended.
 
+        With replicas, they know of it before it is returned.
+
         `ranks`: number of receipts that each request with an intervention or a capture will get. `global_version`: of the global
         steering that this attempt will run under from start to end; `everyone`: it steers something, so every request gets
         receipts. Raises not_found; ClaimRefused while another version is desired, or while the worker's ranks disagree.
@@ -258,6 +260,8 @@ class Ledger:
         if outcome == b"desynced":
             raise ClaimRefused("desynced", rest[0].decode())
         attempt = int(rest[0])
+        if self.settings.redis_replicas:
+            await self._written()  # else another worker could hold the same attempt after a failover
         try:
             job = await self._decode_job(job_id, rest[1])
         except MidstreamError as error:
@@ -351,7 +355,7 @@ class Ledger:
         view = views.view(job_id, values, self.settings)
         if view is None:
             raise not_found(job_id)
-        written = Barrier().passed(persistence_in(persistence))
+        written = not self.settings.redis_replicas and Barrier().passed(persistence_in(persistence))  # a script cannot await replicas
         if view.state is State.EXPIRED or view.kind == "sweep":
             return Outcome(view, written=written)
         return Outcome(view, views.result(view, values, outputs, receipts, self.settings), written)

@@ -16,6 +16,7 @@ import redis.asyncio
 import redis.exceptions
 
 from ...schemas.errors import MidstreamError
+from ..ops import redis_open
 from .jobs import Ledger, not_found
 from .views import after_id
 
@@ -174,7 +175,7 @@ class Watcher:
         settings = self._ledger.settings
         # A separate connection that reports failures immediately instead of reconnecting silently; read directly, because redis-py's
         # PubSub takes several times as long over each message (and more still with RESP3).
-        client = redis.asyncio.Redis.from_url(
+        client = redis_open.async_client(
             settings.redis_url, retry=None, socket_connect_timeout=5, socket_timeout=None, socket_keepalive=True, protocol=2
         )
         async with client:

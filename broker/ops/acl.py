@@ -50,6 +50,12 @@ ROLES: dict[str, Role] = {
 #: and read others may write those as well (Redis 6.2 knows no keys for reading only).
 FLOWER, FLOWER_JOBS = "flower", "flower-jobs"
 FLOWER_JOBS_RULES = "resetkeys resetchannels -@all +hmget ~ms:job:*"
+#: Of the servers themselves, where there are replicas: as whom a replica follows its master, and a sentinel looks after both.
+SERVERS: dict[str, str] = {
+    "replica": "resetkeys resetchannels -@all +psync +replconf +ping",
+    "sentinel": "resetkeys resetchannels &__sentinel__:hello -@all +multi +exec +ping +info +role +slaveof +replicaof +subscribe +publish"
+    " +config|rewrite +client|setname +client|kill +script|kill",
+}
 #: For people: everything, with a password as well.
 OPERATOR = "operator"
 
@@ -60,6 +66,8 @@ def rules(role: str) -> str:
         return "allkeys allchannels +@all"
     if role == FLOWER_JOBS:
         return FLOWER_JOBS_RULES
+    if role in SERVERS:
+        return SERVERS[role]
     return " ".join([EVERY_ROLE, *ROLES[role].keys, *ROLES[role].channels])
 
 
@@ -75,7 +83,7 @@ def write_users(folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines, written = ["user default reset off"], []
-    for role in (*ROLES, OPERATOR):
+    for role in (*ROLES, *SERVERS, OPERATOR):
         password = secrets.token_hex(PASSWORD_BYTES)
         written.append(_write(folder / f"{role}.password", password))
         lines.append(user_line(role, password))

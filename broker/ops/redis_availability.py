@@ -8,6 +8,7 @@ import redis
 import redis.exceptions
 
 from ...schemas.disk import disk_trouble
+from . import redis_open
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def await_writes(url: str, check: Callable[[], object] = lambda: None) -> None:
     Raises redis.RedisError for errors that are not temporary (`is_absence`).
     """
     pause = FIRST_PAUSE_S
-    with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5, retry=None) as client:
+    with redis_open.client(url, socket_timeout=5, socket_connect_timeout=5, retry=None) as client:
         while True:
             check()
             try:

@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import redis
 
-from ...schemas.settings import Settings, SettingsError
+from ...schemas.settings import SENTINEL_SCHEMES, Settings, SettingsError
+from . import redis_open
 from .redis_availability import is_absence
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,11 @@ def require(settings: Settings, end: Callable[[int], object] = os._exit) -> None
 
     A thread checks an unreachable Redis until it answers, and ends the process if that Redis may forget jobs.
     """
+    if urlsplit(settings.redis_url).scheme in SENTINEL_SCHEMES and not (settings.redis_replicas or settings.redis_allow_lossy):
+        raise SettingsError(
+            "redis_replicas is 0, and redis_url names sentinels: a failover would lose jobs that no replica had yet; set it to 1 or more, "
+            "or set MIDSTREAM_REDIS_ALLOW_LOSSY=true to allow this"
+        )
     if not _decide(settings):
         threading.Thread(target=_ask_later, args=(settings, end), name="redis durability", daemon=True).start()
 
@@ -46,7 +53,7 @@ def require(settings: Settings, end: Callable[[int], object] = os._exit) -> None
 def _decide(settings: Settings) -> bool:
     """Whether Redis has answered. Raises SettingsError."""
     try:
-        with redis.Redis.from_url(settings.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=None) as client:
+        with redis_open.client(settings.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=None) as client:
             found = dangers(client.info())
     except redis.RedisError as error:
         if is_absence(error):

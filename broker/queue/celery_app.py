@@ -4,15 +4,15 @@ A message carries a job id and nothing else. It is a hint that a job waits: the 
 sends it again if it was lost. The scripts of the ledger put the messages into these queues (`messages`).
 """
 
+import functools
 import re
 import socket
-from typing import Any, Literal
 
 from celery import Celery
 from kombu import Queue
-from redis.connection import parse_url
 
 from ...schemas.settings import Settings
+from ..ops import redis_open
 
 #: kombu's Redis priorities: one list per step; 0 is served first.
 PRIORITY_STEPS = (0, 3, 6, 9)
@@ -48,9 +48,11 @@ def task_of(kind: str) -> str:
 
 def make_app(settings: Settings) -> Celery:
     """The Celery app that API, workers and callbacks share; there is no result backend, the ledger holds results."""
-    app = Celery("midstream", broker=settings.redis_url, set_as_current=False)
+    opened = redis_open.broker(settings.redis_url)
+    app = Celery("midstream", broker=opened.url, set_as_current=False)
+    app.midstream_redis_url = settings.redis_url
     app.conf.update(
-        broker_use_ssl=tls_options(settings.redis_url),
+        broker_use_ssl=opened.ssl,
         accept_content=["json"],
         task_serializer="json",
         event_serializer="json",
@@ -83,6 +85,7 @@ def make_app(settings: Settings) -> Celery:
             "socket_keepalive": True,
             "socket_keepalive_options": KEEPALIVE,
             "socket_connect_timeout": 5,
+            **opened.options,
         },
         task_default_queue=CALLBACKS_QUEUE,
         task_create_missing_queues=True,
@@ -92,18 +95,10 @@ def make_app(settings: Settings) -> Celery:
     return app
 
 
-def tls_options(redis_url: str) -> dict[str, Any] | Literal[False]:
-    """TLS options that Celery and Flower need in addition to a rediss:// URL: kombu would use plain text, and Flower ignores the URL."""
-    told = parse_url(redis_url) if redis_url.startswith("rediss://") else None  # type: ignore[no-untyped-call]
-    if told is None:
-        return False
-    chosen = {name: value for name, value in told.items() if name.startswith("ssl_")}
-    return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **chosen}
-
-
+@functools.cache
 def channels_of(redis_url: str) -> str:
     """kombu's prefix of the channels of this URL's database."""
-    return f"/{parse_url(redis_url).get('db', 0)}."  # type: ignore[no-untyped-call]
+    return f"/{redis_open.place(redis_url).database}."
 
 
 def queue(name: str) -> Queue:

@@ -80,7 +80,7 @@ class Consumer(CeleryConsumer):
         """Wait for a Redis that answers but refuses writes (full disk, full memory, read-only); Celery handles an unreachable one."""
         if isinstance(exc, ResponseError):
             logger.error("Redis rejects writes; no jobs are taken until it accepts them: %s", exc)
-            await_writes(self.app.conf.broker_url, maybe_shutdown)
+            await_writes(self.app.midstream_redis_url, maybe_shutdown)
             logger.warning("Redis accepts writes again")
 
     def call_soon_ack(self, p: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

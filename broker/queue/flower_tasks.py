@@ -18,6 +18,7 @@ import redis
 from celery.states import READY_STATES, RETRY
 
 from ...schemas.jobs import TERMINAL, State
+from ..ops import redis_open
 from ..ops.acl import jobs_url
 from .messages import job_of_task
 from .task_events import SUCCEEDED, JobEnding, event_of, standings
@@ -38,7 +39,7 @@ class MissedEnds:
 
     def __init__(self, events: Any, redis_url: str):
         self._events = events
-        self._client = redis.Redis.from_url(jobs_url(redis_url), socket_timeout=5, socket_connect_timeout=5)
+        self._client = redis_open.client(jobs_url(redis_url), socket_timeout=5, socket_connect_timeout=5)
         self._over: dict[str, JobEnding] = {}  # by task, as found by the previous look
         self._last_attempts: dict[str, int] = {}  # as of the current look
         self._turn = 0

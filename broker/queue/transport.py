@@ -13,14 +13,17 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 from kombu.asynchronous import get_event_loop
 from kombu.transport import redis as kombu_redis
 from kombu.transport.virtual import base as kombu_virtual
 from kombu.utils.json import dumps, loads
-from redis.exceptions import ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError, ResponseError
 
+from ..ops import redis_open
 from ..ops.redis_availability import is_absence
 
 logger = logging.getLogger(__name__)
@@ -113,6 +116,8 @@ class QoS(kombu_redis.QoS):
 
     def restore_visible(self, *args: Any, **kwargs: Any) -> None:
         """Restore abandoned messages. If Redis refuses writes this is repeated in two seconds; the consumer logs it."""
+        if isinstance(self.channel, SentinelChannel):
+            self.channel.check_master()
         try:
             super().restore_visible(*args, **kwargs)
         except ResponseError as error:
@@ -180,3 +185,38 @@ class Transport(kombu_redis.Transport):
     """The transport of workers and `callbacks`, named in their setting `broker_transport`."""
 
     Channel = Channel
+
+
+class SentinelChannel(Channel, kombu_redis.SentinelChannel):
+    """The same channel to the master that Sentinel names."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._masters: set[tuple[str, int]] = set()  # that connections of this channel were opened to
+        super().__init__(*args, **kwargs)
+
+    def _sentinel_managed_pool(self, asynchronous: bool = False) -> Any:
+        pool = super()._sentinel_managed_pool(asynchronous)
+        manager = self._async_sentinel_manager if asynchronous else self._sentinel_manager
+        manager.discover_master = MethodType(redis_open.newest_master, manager)
+        return pool
+
+    def check_master(self) -> None:
+        """Raise ConnectionError when another master is named. A former one that is alive would be listened to for ever."""
+        self._masters |= {pool.master_address for pool in (self._pool, self._async_pool) if pool is not None and pool.master_address}
+        try:
+            named = self.pool.get_master_address()
+        except (RedisError, OSError):  # no sentinel answers
+            return
+        if self._masters - {named}:
+            raise RedisConnectionError(f"Redis failed over to {named[0]}:{named[1]}")
+
+
+class SentinelTransport(kombu_redis.SentinelTransport):
+    """`Transport` for a `redis_url` that names sentinels."""
+
+    Channel = SentinelChannel
+
+
+def transport_of(redis_url: str) -> str:
+    """The name of the transport for this `redis_url`, for Celery's setting `broker_transport`."""
+    return f"{__name__}:{'SentinelTransport' if redis_open.place(redis_url).sentinels else 'Transport'}"

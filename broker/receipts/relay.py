@@ -34,7 +34,7 @@ from ...schemas.settings import Settings, SettingsError, load_settings
 from ...schemas.version import __version__
 from ..ledger.aof_barrier import PATIENCE_S, PAUSE_S, Barrier
 from ..ledger.settlement import mark_key
-from ..ops import metrics, observability, redis_durability
+from ..ops import metrics, observability, redis_durability, redis_open
 from ..ops.liveness import RELAY_KEY
 from . import frames
 from .curve import ServerKeys, server_keys
@@ -116,6 +116,7 @@ class Relay:
         redis_client: "redis.Redis | None" = None,
         allow_remote: bool = False,
         curve: ServerKeys | None = None,
+        replicas: int = 0,
     ):
         """Binds at once; port 0 or `*` takes a free one, see `endpoint`.
 
@@ -123,6 +124,7 @@ class Relay:
         """
         self._settler = settler
         self._redis = redis_client
+        self._replicas = replicas
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._known = curve.clients if curve is not None else None
@@ -280,17 +282,18 @@ class Relay:
         They are read again on the connection that confirms the write, because Redis may have restarted since. Empty if Redis is
         unreachable or cannot write: no outbox is answered then, and each asks again.
         """
-        deadline, barrier = time.monotonic() + PATIENCE_S, Barrier()
+        deadline, barrier = time.monotonic() + PATIENCE_S, Barrier(self._replicas)
         try:
             while True:
                 with client.pipeline(transaction=False) as pipe:
                     pipe.mget([mark_key(*stream) for stream in streams])
                     barrier.ask(pipe)
-                    found, answer = pipe.execute()
-                if barrier.passed(answer):
+                    found, *answers = pipe.execute()
+                if barrier.passed(*answers):
                     return {stream: int(mark or 0) for stream, mark in zip(streams, found, strict=True)}
                 if self._stopping or time.monotonic() >= deadline:
-                    self._complain("written", "Redis cannot write its log; receipts stay unacknowledged")
+                    self._complain("written", "Redis cannot write its log, or has too few replicas; receipts stay unacknowledged")
+                    client.connection_pool.disconnect()  # the next connection asks Sentinel which Redis is the master
                     return {}
                 time.sleep(PAUSE_S)
         except (redis.RedisError, OSError) as error:
@@ -384,7 +387,7 @@ def bind_address(url: str, allow_remote: bool) -> str:
 
 def connect_redis(url: str) -> "redis.Redis":
     """A client that fails fast: the relay has its own patience."""
-    return redis.Redis.from_url(url, socket_timeout=10, socket_connect_timeout=2, retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0))
+    return redis_open.client(url, socket_timeout=10, socket_connect_timeout=2, retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0))
 
 
 def _decoded(payload: bytes) -> Receipt:
@@ -412,7 +415,8 @@ def run(settings: Settings) -> None:
     gc.freeze()  # what is there by now stays
     gc.set_threshold(GC_OBJECTS)
     client = connect_redis(settings.redis_url)
-    relay = Relay(Settler(client, settings), settings.relay_url, client, settings.relay_allow_remote, server_keys(settings))
+    settler, curve = Settler(client, settings), server_keys(settings)
+    relay = Relay(settler, settings.relay_url, client, settings.relay_allow_remote, curve, settings.redis_replicas)
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         relay.stop()

@@ -91,7 +91,9 @@ def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
 def _redis(url: str, settings: Settings) -> Iterator[Finding]:
     import redis
 
-    client = redis.Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+    from ...broker.ops import redis_open
+
+    client = redis_open.client(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
     try:
         info: dict[str, Any] = client.info()
     except redis.AuthenticationError as error:

@@ -49,6 +49,17 @@ class Verdict:
 
 async def judge(settings: Settings, observed: list[Observed], monitor: Monitor, receiver: Receiver, verdict: Verdict) -> None:
     """Everything that can be asked of the ledger and of the disk once the load is over."""
+    await judge_jobs(settings, observed, verdict)
+    ledger = Ledger.connect(settings)
+    try:
+        await _ends(ledger, observed, monitor, verdict)
+        await _webhooks(ledger, observed, receiver, verdict)
+    finally:
+        await ledger.close()
+
+
+async def judge_jobs(settings: Settings, observed: list[Observed], verdict: Verdict) -> None:
+    """Every job, its results and its files, and that nothing is left over: all but what readers and receivers saw meanwhile."""
     ledger = Ledger.connect(settings)
     try:
         await _accounts(ledger, observed, verdict)
@@ -59,8 +70,6 @@ async def judge(settings: Settings, observed: list[Observed], monitor: Monitor, 
                 await _job(ledger, tokenizer, settings.capture_root, client, verdict)
 
         await asyncio.gather(*[one(client) for client in observed if client.ids])
-        await _ends(ledger, observed, monitor, verdict)
-        await _webhooks(ledger, observed, receiver, verdict)
         await _left_over(ledger, verdict)
     finally:
         await ledger.close()

@@ -107,15 +107,18 @@ def ip(*arguments: str) -> None:
 class Machines:
     """Processes `relay`, `callbacks`, `api` here and `worker` (`worker-2`, … with ids of their own) over there."""
 
+    host = ""  # of Redis and the relay; empty: by the link
+
     def __init__(
         self, directory: Path, link: Link | None = None, names: tuple[str, ...] = ("relay", "callbacks", "worker", "api"), **settings: Any
     ):
         self.directory, self.link, self.names = directory, link, names
-        self.host = link.here if link else "127.0.0.1"
+        self.host = self.host or (link.here if link else "127.0.0.1")
         self.tls_port = free_port()
         self._redis_port = free_port()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._servers: list[subprocess.Popen[bytes]] = []
+        self._plain: list[str] = []
         self._chosen: dict[str, Any] = {
             "data_dir": str(directory / "data"), "engine": "fake", "model": "fake-model", "worker_id": "w1", "lease_s": 3.0,
             "visibility_timeout_s": 4, "sweep_interval_s": 0.5, "worker_concurrency": 32, "auth": "open",
@@ -190,11 +193,15 @@ class Machines:
         role = name.partition("-")[0]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")}
         environment |= to_environment(self.settings(name, **changed)) | {"PYTHONUNBUFFERED": "1"}
-        there = ["ip", "netns", "exec", self.link.name] if self.link is not None and role == "worker" else []
+        there = self.inside(name)
         self.log_file(name).parent.mkdir(parents=True, exist_ok=True)
         with self.log_file(name).open("ab") as log:
             log.write(f"--- started at {time.time()}\n".encode())
             self.processes[name] = subprocess.Popen([*there, sys.executable, "-m", MODULES[role]], env=environment, stdout=log, stderr=log)
+
+    def inside(self, name: str) -> list[str]:
+        """What to put before a command to run it on the machine of the process `name`."""
+        return ["ip", "netns", "exec", self.link.name] if self.link is not None and name.startswith("worker") else []
 
     def wait_ready(self, name: str, timeout: float = 120.0) -> None:
         def ready() -> bool:
@@ -246,7 +253,9 @@ class Machines:
             *plain, "--bind", self.host, "127.0.0.1", "--tls-port", str(self.tls_port), "--tls-auth-clients", "no",
             "--tls-cert-file", str(tls / "redis.pem"), "--tls-key-file", str(tls / "redis.key"), "--tls-ca-cert-file", str(self.ca),
         ]  # fmt: skip
+        self._plain = native  # how it is started again
         if not self._serve(native):
+            self._plain = plain
             assert self._serve(plain), (folder / "redis.log").read_text()
             proxy = [sys.executable, str(Path(__file__).with_name("tls_proxy.py")), self.host, str(self.tls_port), str(self._redis_port)]
             self._servers.append(subprocess.Popen([*proxy, str(tls / "redis.pem"), str(tls / "redis.key")], stdout=subprocess.PIPE))

@@ -15,6 +15,7 @@ import redis
 from celery.exceptions import Ignore, Reject
 from celery.worker.request import Request
 
+from ...broker.ops import redis_open
 from ...broker.queue.task_events import REVOKED, SUCCEEDED, event_of, standings
 from ...schemas.errors import Problem
 from ...schemas.jobs import State
@@ -79,7 +80,7 @@ class Settlements:
     def __init__(self, redis_url: str, dispatcher: Callable[[], Any]):
         """`dispatcher`: Celery's of the present connection, perhaps None; a task that is over keeps that of its own, which may be lost."""
         self._dispatcher = dispatcher
-        self._client = redis.Redis.from_url(redis_url, socket_timeout=5, socket_connect_timeout=5)
+        self._client = redis_open.client(redis_url, socket_timeout=5, socket_connect_timeout=5)
         self._lock = threading.Lock()
         self._waiting: dict[str, JobRequest] = {}  # by the task's id
         self._some = threading.Event()

@@ -1,0 +1,206 @@
+"""Opens Redis: directly, or the master that Sentinel names, by the one setting `redis_url`.
+
+    redis://USER:PASSWORD@HOST:6379/0                 rediss:// with TLS
+    redis+sentinel://USER:PASSWORD@S1:26379,S2:26379,S3:26379/0?service=midstream        rediss+sentinel:// with TLS, of both
+
+User, password and options are those of Redis itself; `sentinel_username` and `sentinel_password` are those of the sentinels.
+Every process opens Redis here, so that all of them follow a failover.
+"""
+
+import asyncio
+import contextlib
+import time
+from types import MethodType
+from typing import Any, Literal, NamedTuple
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+import redis
+import redis.asyncio
+import redis.asyncio.sentinel
+import redis.exceptions
+import redis.sentinel
+from redis.connection import SSLConnection, parse_url
+
+from ...schemas.settings import SENTINEL_SCHEMES, SettingsError
+
+SENTINEL_PORT = 26379
+#: How long a sentinel may take to answer: one that is cut off costs this before the next is asked.
+SENTINEL_S = 1.0
+#: A busy pool asks Sentinel so often who the master is: a connection to an old master that still answers would notice nothing.
+LOOK_S = 2.0
+
+
+class Place(NamedTuple):
+    """A parsed `redis_url`. `sentinels` is empty where Redis is opened directly."""
+
+    options: dict[str, Any]  # of a connection to Redis, for redis-py; includes `host` and `port` only without Sentinel
+    ssl: dict[str, Any]  # the TLS options among them; empty: no TLS
+    sentinels: list[tuple[str, int]]
+    service: str
+    sentinel_options: dict[str, Any]  # of a connection to a sentinel
+
+    @property
+    def is_tls(self) -> bool:
+        return bool(self.ssl)
+
+    @property
+    def database(self) -> int:
+        return int(self.options.get("db", 0))
+
+
+def place(url: str) -> Place:
+    """Where Redis is. Raises SettingsError for a Sentinel URL without a service, or with a wrong address."""
+    parts = urlsplit(url)
+    if parts.scheme not in SENTINEL_SCHEMES:
+        options = dict(parse_url(url))  # type: ignore[no-untyped-call]
+        return Place(options, _tls(options), [], "", {})
+    query = dict(parse_qsl(parts.query))
+    service = query.pop("service", "")
+    if not service:
+        raise SettingsError("redis_url: a Sentinel URL names the master it asks for: …/0?service=NAME")
+    known = {name: query.pop(f"sentinel_{name}") for name in ("username", "password") if f"sentinel_{name}" in query}
+    user, _, hosts = parts.netloc.rpartition("@")
+    plain = parts._replace(scheme=parts.scheme.partition("+")[0], netloc=f"{user}@sentinel" if user else "sentinel", query=urlencode(query))
+    options = dict(parse_url(urlunsplit(plain)))  # type: ignore[no-untyped-call]
+    for name in ("host", "port", "connection_class"):  # redis-py's pool of Sentinel chooses its own class
+        options.pop(name, None)
+    tls = _tls(options) if parts.scheme.startswith("rediss") else {}
+    if parts.scheme.startswith("rediss"):
+        tls = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **tls}
+        options |= {"ssl": True, **tls}
+    asked = {"socket_timeout": SENTINEL_S, "socket_connect_timeout": SENTINEL_S, "retry": None}
+    return Place(options, tls, [_address(host) for host in hosts.split(",")], service, asked | known | ({"ssl": True} | tls if tls else {}))
+
+
+def _tls(options: dict[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in options.items() if name.startswith("ssl_")}
+    return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **found} if options.get("connection_class") is SSLConnection else found
+
+
+def _address(text: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        if not parts.hostname:
+            raise ValueError("no host")
+        return parts.hostname, parts.port or SENTINEL_PORT
+    except ValueError as error:
+        raise SettingsError(f"redis_url: {text!r} is not the address of a sentinel (HOST:{SENTINEL_PORT}): {error}") from error
+
+
+def client(url: str, **options: Any) -> "redis.Redis":
+    """A synchronous client of the Redis, or of the service's master; `options` are redis-py's of a connection."""
+    found = place(url)
+    if not found.sentinels:
+        return redis.Redis.from_url(url, **options)
+    sentinel = redis.sentinel.Sentinel(found.sentinels, sentinel_kwargs=found.sentinel_options)  # type: ignore[no-untyped-call]
+    sentinel.discover_master = MethodType(newest_master, sentinel)  # type: ignore[method-assign]
+    master: redis.Redis = sentinel.master_for(found.service, **found.options | options)  # type: ignore[no-untyped-call]
+    return master
+
+
+def async_client(url: str, **options: Any) -> "redis.asyncio.Redis":
+    """As `client`, for asyncio."""
+    found = place(url)
+    if not found.sentinels:
+        return redis.asyncio.Redis.from_url(url, **options)
+    return redis.asyncio.Redis.from_pool(_sentinel_pool(found, **options))
+
+
+def async_pool(url: str, **options: Any) -> "redis.asyncio.BlockingConnectionPool":
+    """A pool whose callers wait for a free connection; `options` are those of redis-py's BlockingConnectionPool."""
+    found = place(url)
+    return _sentinel_pool(found, **options) if found.sentinels else redis.asyncio.BlockingConnectionPool.from_url(url, **options)
+
+
+def _sentinel_pool(found: Place, **options: Any) -> "MasterPool":
+    sentinel = NewestSentinel(found.sentinels, sentinel_kwargs=found.sentinel_options)  # type: ignore[no-untyped-call]
+    return MasterPool(found.service, sentinel, **found.options | options)
+
+
+def newest_master(self: redis.sentinel.Sentinel, service: str) -> tuple[str, int]:
+    """`Sentinel.discover_master` that asks all sentinels and takes the newest configuration that any of them knows.
+
+    redis-py takes the first answer, which may come from a sentinel that is cut off together with the old master. Raises MasterNotFoundError.
+    """
+    states = []
+    for sentinel in self.sentinels:
+        with contextlib.suppress(redis.exceptions.RedisError, OSError):
+            states.append(sentinel.sentinel_master(service))
+    return _newest(self, service, states)
+
+
+def _newest(sentinel: Any, service: str, states: list[dict[str, Any]]) -> tuple[str, int]:
+    newest = max(states, key=lambda state: int(state["config-epoch"]), default=None)
+    if newest is None or not sentinel.check_master_state(newest, service):
+        raise redis.sentinel.MasterNotFoundError(f"no sentinel knows a live master of {service!r}")  # type: ignore[no-untyped-call]
+    return str(newest["ip"]), int(newest["port"])
+
+
+class NewestSentinel(redis.asyncio.sentinel.Sentinel):
+    """`newest_master` for asyncio."""
+
+    async def discover_master(self, service: str) -> tuple[str, int]:
+        answers = await asyncio.gather(*[sentinel.sentinel_master(service) for sentinel in self.sentinels], return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, (redis.exceptions.RedisError, OSError)):
+                raise answer
+        return _newest(self, service, [answer for answer in answers if isinstance(answer, dict)])
+
+
+class MasterPool(redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.BlockingConnectionPool):
+    """Connections to the master that Sentinel names. When it names another, all connections to the former are closed, those in use too:
+    none of their answers is taken for one of the new master.
+
+    redis-py asks Sentinel only when it connects. An old master that is alive, but cut off from its replicas, would keep its connections
+    for as long as that lasts; so this pool asks again every `LOOK_S` while it is used.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)  # type: ignore[no-untyped-call]
+        self.switched = float("-inf")  # when another master was found (monotonic)
+        self._looked = time.monotonic()
+        self._look: asyncio.Task[None] | None = None
+
+    async def get_connection(self, *args: Any, **options: Any) -> Any:
+        if time.monotonic() - self._looked > LOOK_S:
+            self._looked = time.monotonic()
+            self._look = asyncio.create_task(self.look(), name="midstream-sentinel")
+        return await super().get_connection(*args, **options)
+
+    async def look(self) -> None:
+        """Ask Sentinel for the master; if no sentinel answers, everything stays as it is."""
+        try:
+            await self.get_master_address()
+        except (redis.exceptions.RedisError, OSError):
+            return
+
+    async def get_master_address(self) -> tuple[str, int]:
+        former = self.master_address
+        address: tuple[str, int] = await self.sentinel_manager.discover_master(self.service_name)
+        if self.master_address != address:  # not changed by a concurrent caller meanwhile
+            self.master_address = address
+            if former is not None:
+                self.switched = time.monotonic()
+            await self.disconnect(inuse_connections=former is not None)
+        return address
+
+
+class Broker(NamedTuple):
+    """How kombu opens the same Redis."""
+
+    url: str
+    ssl: dict[str, Any] | Literal[False]
+    options: dict[str, Any]  # of its transport
+
+
+def broker(url: str) -> Broker:
+    """URL, TLS options and transport options for Celery."""
+    found = place(url)
+    if not found.sentinels:
+        return Broker(url, found.ssl if found.is_tls else False, {})
+    user = urlsplit(url).netloc.rpartition("@")[0]
+    addresses = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in found.sentinels]
+    urls = [f"sentinel://{f'{user}@' if user else ''}{address}/{found.database}" for address in addresses]
+    return Broker(";".join(urls), found.ssl if found.is_tls else False, {
+        "master_name": found.service, "sentinel_kwargs": found.sentinel_options,
+    })  # fmt: skip

@@ -1,0 +1,165 @@
+"""The service on machines of a `Network`: which process runs where, and what is loaded, killed and judged.
+
+    with Fleet(tmp_path, network, {"relay": "relay", "worker": "w1", "worker-2": "w2"}) as fleet:
+        verdict, observed = fleet.run(steps, seed=1)
+
+Processes without a machine run here, with the API. Redis has TLS and a user per role, the relay CURVE keys; `SentinelFleet` opens
+Redis through Sentinel, without TLS, which the redis-server of the lock files lacks.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clients import Clients, Observed, plans
+from judge import Verdict, judge_jobs
+from machines_rig import Machines
+from network import HERE, Network
+from receipt_rig import wait_until
+from redis_group import RedisGroup
+
+from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ops.acl import OPERATOR
+from midstream.schemas.settings import Settings, load_settings
+
+SETTINGS: dict[str, Any] = {
+    "fake_token_s": 0.02, "lease_s": 5.0, "visibility_timeout_s": 6, "sweep_interval_s": 0.5, "max_wait_s": 15.0, "worker_concurrency": 48,
+    "max_num_seqs": 64, "log_level": "WARNING",
+}  # fmt: skip
+#: Clients at a time, and the pause of each between two jobs: these machines share two cores.
+AT_ONCE, PAUSE_S = 24, 0.2
+#: After the last step the load goes on for so long; then everything under way ends within `SETTLE_S`.
+AFTER_S, SETTLE_S = 5.0, 60.0
+PROCESSES = ("relay", "callbacks", "worker", "worker-2", "api")
+
+Step = tuple[str, Callable[[], object]]
+
+
+class Fleet(Machines):
+    """`where`: process → machine."""
+
+    def __init__(self, directory: Path, network: Network, where: dict[str, str], names: tuple[str, ...] = PROCESSES, **settings: Any):
+        self.network, self.where = network, where
+        self.host = network.address(HERE)
+        super().__init__(directory, None, names, **(SETTINGS | settings))
+        port = self._chosen["relay_url"].rpartition(":")[2]
+        self._chosen["relay_url"] = f"tcp://{network.address(where.get('relay', HERE))}:{port}"
+
+    def inside(self, name: str) -> list[str]:
+        return self.network.inside(self.where.get(name, HERE))
+
+    def judges_settings(self) -> Settings:
+        """Redis as the operator, and the folder of captures."""
+        return self.settings("api", redis_url=self.redis_url(OPERATOR), redis_password="", redis_tls_ca="")
+
+    # What happens to processes
+
+    def kill(self, name: str) -> None:
+        """`kill -9`, also of the engine that a worker has started."""
+        found = self.processes[name]
+        family = subprocess.run(["ps", "-o", "pid=", "--ppid", str(found.pid)], capture_output=True, text=True, check=False).stdout.split()
+        for pid in [found.pid, *map(int, family)]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        found.wait()
+
+    def revive(self, name: str) -> None:
+        self.spawn(name)
+        self.wait_ready(name)
+
+    def kill_redis(self) -> None:
+        self._servers[0].kill()
+        self._servers[0].wait()
+
+    def revive_redis(self) -> None:
+        proxies = self._servers[1:]
+        self._servers.clear()
+        assert self._serve(self._plain)
+        self._servers += proxies
+
+    def stop(self) -> None:
+        self.network.heal()
+        super().stop()
+
+    # Load
+
+    def run(self, steps: list[Step], seed: int, say: Callable[[str], object] = print) -> tuple[Verdict, list[Observed]]:
+        """Clients that submit, wait and repeat, while `steps` happen one after the other; then what became of every job."""
+        observed = asyncio.run(self._load(steps, random.Random(seed), say))
+        verdict = Verdict()
+        asyncio.run(self._settle())
+        asyncio.run(judge_jobs(self.judges_settings(), observed, verdict))
+        say(f"{len(observed)} jobs: {dict(verdict.seen)}")
+        return verdict, observed
+
+    async def _load(self, steps: list[Step], rng: random.Random, say: Callable[[str], object]) -> list[Observed]:
+        clients = Clients({"api": self.url}, f"machines-{os.urandom(4).hex()}", rng, SETTINGS["max_wait_s"], lambda *_: True)
+        todo, observed, over = iter(plans(rng, 100_000)), list[Observed](), asyncio.Event()
+
+        async def one() -> None:
+            while not over.is_set():
+                observed.append(await clients.follow(next(todo)))
+                await asyncio.sleep(PAUSE_S)
+
+        async def happen() -> None:
+            try:
+                for name, act in steps:
+                    say(f"{time.strftime('%H:%M:%S')} {name} ({len(observed)} jobs are over)")
+                    await asyncio.to_thread(act)
+                await asyncio.sleep(AFTER_S)
+            finally:
+                over.set()
+
+        try:
+            await asyncio.gather(happen(), *[one() for _ in range(AT_ONCE)])
+        finally:
+            await clients.close()
+        return observed
+
+    async def _settle(self) -> None:
+        ledger = Ledger.connect(self.judges_settings())
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline and await ledger.redis.zcard("ms:live"):
+            await asyncio.sleep(0.2)
+        await ledger.close()
+
+
+class SentinelFleet(Fleet):
+    """The same over a `RedisGroup` on `redis`; `replicas` must have what is acknowledged."""
+
+    def __init__(self, directory: Path, network: Network, where: dict[str, str], redis: tuple[str, ...], replicas: int, **settings: Any):
+        super().__init__(directory, network, where, redis_replicas=replicas, **settings)
+        self.group = RedisGroup(network, redis, directory / "redis", self.acl)
+
+    def _start_redis(self) -> None:
+        self.group.__enter__()
+
+    def settings(self, name: str, **changed: Any) -> Settings:
+        found = super().settings(name, **{"redis_url": "", "redis_password": "", "redis_tls_ca": ""} | changed)
+        role = name.partition("-")[0]
+        return found if found.redis_url else load_settings({}, **{**_given(found), "redis_url": self.group.url(role)})
+
+    def redis_url(self, role: str) -> str:
+        return self.group.url(role)
+
+    def stop(self) -> None:
+        try:
+            super().stop()
+        finally:
+            self.group.__exit__()
+
+
+def _given(settings: Settings) -> dict[str, Any]:
+    default = Settings()
+    return {name: getattr(settings, name) for name in Settings.__struct_fields__ if getattr(settings, name) != getattr(default, name)}
+
+
+__all__ = ["Fleet", "SentinelFleet", "wait_until"]

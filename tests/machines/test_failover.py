@@ -1,0 +1,65 @@
+"""Redis with two replicas and Sentinel: does a failover in the middle of load lose anything that was acknowledged?"""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from fleet import SentinelFleet, Step
+from network import HERE, Network
+
+REDIS = ("r1", "r2", "r3")
+WHERE = {"worker-2": "w2"}
+
+
+@pytest.mark.timeout(900)
+def test_a_failover_under_load_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    """The master is cut off from its replicas, but lives and answers all clients; it is cut off from everything; it is killed."""
+    seed = random.SystemRandom().randrange(10**9)
+    print(f"\nfailover with seed {seed}")
+    with (
+        Network(*REDIS, "w2") as network,
+        SentinelFleet(tmp_path, network, WHERE, REDIS, 1, names=("relay", "callbacks", "worker", "worker-2", "api")) as fleet,
+    ):
+        group = fleet.group
+        took: list[float] = []
+
+        def partition(*others: str) -> None:
+            """The old master stays alive, and is found again after it has been alone for a while."""
+            former = group.master()
+            network.cut(former, *(others or group.others()))
+            took.append(group.await_failover(former))
+            time.sleep(8)
+            network.heal()
+            group.await_whole()
+
+        def with_a_worker() -> None:
+            """One worker sees the old master alone: it goes on with its jobs there."""
+            former = group.master()
+            network.cut(former, *group.others(), HERE)
+            for other in (*group.others(), HERE):
+                network.cut("w2", other)
+            took.append(group.await_failover(former))
+            time.sleep(8)
+            network.heal()
+            group.await_whole()
+
+        def kill() -> None:
+            former = group.master()
+            group.kill(former)
+            took.append(group.await_failover(former))
+            time.sleep(2)
+            group.start(former)
+            group.await_whole()
+
+        steps: list[Step] = [
+            ("load alone", lambda: time.sleep(3)),
+            ("the master is cut off from its replicas, and answers all others", partition),
+            ("the master is cut off from everything", lambda: partition(*network.names)),
+            ("the master is cut off together with a worker", with_a_worker),
+            ("the master is killed", kill),
+        ]
+        verdict, observed = fleet.run(steps, seed)
+        print(f"failovers took {[round(seconds, 1) for seconds in took]} s until Sentinel named the new master")
+    assert verdict.found == {rule: [] for rule in verdict.RULES}
+    assert len(observed) > 200, "the load was too light to show anything"
