@@ -35,7 +35,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-matrix test-faults test-compose fidelity walk quantised smoke-vllm lens bench bench-gpu lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-matrix test-faults test-machines test-compose fidelity walk quantised smoke-vllm lens bench bench-gpu lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -119,6 +119,11 @@ test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family 
 test-faults: $(READY) model ## fault gate: 10,000 jobs with a fixed seed and with a random one, and a real engine killed ten times
 	@echo "== fault gate"
 	@$(PYTEST) -s tests/faults
+
+test-machines: $(READY) model ## network namespaces as machines: workers killed, cut off and slow, and a failover of Redis; needs root
+	@test "$$(id -u)" = 0 || { echo "make test-machines needs root: it lays out network namespaces"; exit 2; }
+	@echo "== machines"
+	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) -s -m machines tests/machines
 
 test-compose: $(READY) ## containers: build, start, run the demo, kill each, stop (needs Docker; see docs/deployment.md)
 	@$(BIN)/python tests/compose/run.py $(COMPOSE_ARGS)

@@ -120,7 +120,7 @@ def _sentinel_pool(found: Place, **options: Any) -> "MasterPool":
 def newest_master(self: redis.sentinel.Sentinel, service: str) -> tuple[str, int]:
     """`Sentinel.discover_master` that asks all sentinels and takes the newest configuration that any of them knows.
 
-    redis-py takes the first answer, which may come from a sentinel that is cut off together with the old master. Raises MasterNotFoundError.
+    redis-py takes the first answer: perhaps of a sentinel that is cut off with the old master. Raises MasterNotFoundError.
     """
     states = []
     for sentinel in self.sentinels:

@@ -127,7 +127,7 @@ class Fleet(Machines):
     async def _settle(self) -> None:
         ledger = Ledger.connect(self.judges_settings())
         deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline and await ledger.redis.zcard("ms:live"):
+        while time.monotonic() < deadline and await ledger.redis.zcard("ms:live"):  # noqa: ASYNC110
             await asyncio.sleep(0.2)
         await ledger.close()
 

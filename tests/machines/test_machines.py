@@ -102,7 +102,8 @@ def real_jobs(fleet: Fleet, disturb: Callable[[], object]) -> list[Result]:
         for number in range(JOBS):
             body = {
                 "model": "demo", "prompts": [f"{number}. {TEXT}", f"{number}: {TEXT * 2}"],
-                "sampling": {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}, "capture": {"layers": [15], "positions": "all_prompt"},
+                "sampling": {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True},
+                "capture": {"layers": [15], "positions": "all_prompt"},
             }  # fmt: skip
             sent.append(http.post("/v1/jobs", json=body).raise_for_status().json()["id"])
         wait_until(lambda: http.get(f"/v1/jobs/{sent[0]}").json()["state"] == "running", 60)

@@ -1,0 +1,170 @@
+"""The Kustomize folders render, are valid for Kubernetes to the last field, and agree with themselves and with the package."""
+
+import os
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from midstream.schemas.settings import PREFIX, Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy" / "kubernetes"
+OVERLAYS = ("cpu", "gpu")
+#: Its schemas check the manifests; the oldest of this list and the newest must both accept them.
+VERSIONS = ("1.27", "1.32")
+WORKLOADS = {"Deployment", "StatefulSet"}
+#: Set by continuous integration, where a missing kubectl is a failure.
+CI = "KUBECTL_REQUIRED"
+
+Document = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy with secrets."""
+    if shutil.which("kubectl") is None:
+        reason = "kubectl is not installed (Debian: apt-get install kubernetes-client): the manifests were NOT rendered"
+        if os.environ.get(CI):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    copy = tmp_path_factory.mktemp("deploy")
+    shutil.copytree(ROOT / "deploy", copy / "deploy", ignore=shutil.ignore_patterns("secrets"))
+    shutil.copytree(ROOT / "compose", copy / "compose", ignore=shutil.ignore_patterns("secrets"))
+    for overlay in OVERLAYS:
+        subprocess.run([copy / "deploy" / "kubernetes" / "secrets.sh", overlay], check=True, capture_output=True)
+    return copy / "deploy" / "kubernetes"
+
+
+@cache
+def rendered(folder: Path, overlay: str) -> tuple[Document, ...]:
+    done = subprocess.run(["kubectl", "kustomize", str(folder / overlay)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return tuple(yaml.safe_load_all(done.stdout))
+
+
+@pytest.fixture(params=OVERLAYS)
+def documents(request: pytest.FixtureRequest, folder: Path) -> tuple[Document, ...]:
+    return rendered(folder, request.param)
+
+
+def of(documents: tuple[Document, ...], *kinds: str) -> dict[str, Document]:
+    return {found["metadata"]["name"]: found for found in documents if found["kind"] in kinds}
+
+
+def containers(documents: tuple[Document, ...]) -> Iterator[tuple[str, Document, Document]]:
+    """(workload, pod, container)."""
+    for name, found in of(documents, *WORKLOADS).items():
+        pod = found["spec"]["template"]["spec"]
+        for container in pod["containers"]:
+            yield name, pod, container
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_manifest_is_strictly_valid(documents: tuple[Document, ...], version: str) -> None:
+    assert len(documents) > 25
+    for document in documents:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_a_misspelt_field_is_found(documents: tuple[Document, ...]) -> None:
+    relay = of(documents, "Deployment")["relay"]
+    wrong = relay | {"spec": relay["spec"] | {"replica": 2}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
+
+
+def test_everything_that_is_referred_to_exists(documents: tuple[Document, ...]) -> None:
+    volumes, secrets, maps = of(documents, "PersistentVolumeClaim"), of(documents, "Secret"), of(documents, "ConfigMap")
+    for name, pod, container in containers(documents):
+        templates = of(documents, *WORKLOADS)[name]["spec"].get("volumeClaimTemplates", [])
+        known = {volume["name"] for volume in pod["volumes"]} | {claim["metadata"]["name"] for claim in templates}
+        assert {mount["name"] for mount in container["volumeMounts"]} == known, name
+        for volume in pod["volumes"]:
+            if "persistentVolumeClaim" in volume:
+                assert volume["persistentVolumeClaim"]["claimName"] in volumes
+            for source in volume.get("projected", {}).get("sources", []):
+                assert {item["key"] for item in source["secret"]["items"]} <= secrets[source["secret"]["name"]]["data"].keys(), name
+        for source in container.get("envFrom", []):
+            assert source["configMapRef"]["name"] in maps
+    for name, service in of(documents, "Service").items():
+        target = of(documents, *WORKLOADS)[name]
+        assert service["spec"]["selector"].items() <= target["spec"]["template"]["metadata"]["labels"].items()
+        ports = {port["name"] for container in target["spec"]["template"]["spec"]["containers"] for port in container["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    for name, scaler in of(documents, "HorizontalPodAutoscaler").items():
+        assert name in of(documents, scaler["spec"]["scaleTargetRef"]["kind"])
+
+
+def test_every_variable_is_a_setting(documents: tuple[Document, ...]) -> None:
+    settings = {PREFIX + name.upper() for name in Settings.__struct_fields__}
+    given = {name for found in of(documents, "ConfigMap").values() for name in found["data"]}
+    given |= {variable["name"] for _, _, container in containers(documents) for variable in container.get("env", [])}
+    ours = {name for name in given if name.startswith(PREFIX)}
+    assert {name for name in ours if name not in settings and name.removesuffix("_FILE") not in settings} == set()
+
+
+def test_secrets_are_in_files_alone(documents: tuple[Document, ...]) -> None:
+    secret = {"REDIS_PASSWORD", "ADMIN_KEY", "FLOWER_AUTH"}
+    for _, _, container in containers(documents):
+        assert not {variable["name"].removeprefix(PREFIX) for variable in container.get("env", [])} & secret
+    for found in of(documents, "ConfigMap").values():
+        assert not {name.removeprefix(PREFIX) for name in found["data"]} & secret
+
+
+def test_every_container_is_confined_and_probed(documents: tuple[Document, ...]) -> None:
+    for name, pod, container in containers(documents):
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+        }  # fmt: skip
+        assert "startupProbe" in container, name
+        assert "livenessProbe" in container or name == "redis", name
+        assert {"cpu", "memory"} <= container["resources"]["requests"].keys(), name
+
+
+def test_every_pod_has_rules_of_the_network(documents: tuple[Document, ...]) -> None:
+    policies = of(documents, "NetworkPolicy")
+    everything = policies["nothing"]["spec"]
+    assert set(everything["policyTypes"]) == {"Ingress", "Egress"}
+    assert not everything.get("ingress")
+    assert not everything.get("egress")
+    component = "app.kubernetes.io/component"
+    named = {found["spec"]["podSelector"].get("matchLabels", {}).get(component) for found in policies.values()} - {None}
+    assert named == of(documents, *WORKLOADS).keys()
+    for name, pod, container in containers(documents):
+        allowed = {port["port"] for rule in policies[name]["spec"].get("ingress", []) for port in rule["ports"]}
+        assert {port["containerPort"] for port in container.get("ports", [])} <= allowed, name
+        assert pod["enableServiceLinks"] is False  # else Kubernetes would set variables such as REDIS_PORT
+
+
+def test_a_drain_leaves_the_service_up(documents: tuple[Document, ...]) -> None:
+    budgets = of(documents, "PodDisruptionBudget")
+    assert budgets.keys() == of(documents, *WORKLOADS).keys() - {"flower"}
+    for name in ("api", "callbacks"):
+        assert of(documents, "Deployment")[name]["spec"]["replicas"] > budgets[name]["spec"]["minAvailable"]
+
+
+def test_workers_scale_by_a_metric_that_exists(folder: Path) -> None:
+    documents = rendered(folder, "gpu")
+    scaler = of(documents, "HorizontalPodAutoscaler")["worker"]["spec"]
+    [metric] = scaler["metrics"]
+    assert f"`{metric['external']['metric']['name']}`" in (ROOT / "docs" / "observability.md").read_text()
+    [worker] = of(documents, "StatefulSet")["worker"]["spec"]["template"]["spec"]["containers"]
+    assert worker["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+def test_images_have_the_version_of_the_package(documents: tuple[Document, ...]) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    images = {container["image"] for _, _, container in containers(documents)} - {"redis:7.4-bookworm"}
+    assert {image.rpartition(":")[2] for image in images} == {version}
+    assert {image.partition(":")[0] for image in images} <= {"midstream-service", "midstream-worker-cpu", "midstream-worker-gpu"}
