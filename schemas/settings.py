@@ -81,6 +81,9 @@ class Settings(Record):
     tensor_parallel_size: Count = 1
     pipeline_parallel_size: Count = 1
     executor: Literal["auto", "ray"] = "auto"  # of vLLM's ranks: `ray` spreads them over the machines of a Ray cluster
+    nodes: Count = 1  # machines that share one engine without Ray: `python -m midstream.workers.follower` on all but the first
+    node_rank: Natural = 0  # of this machine among them; 0: the one with the worker
+    node_master: str = ""  # host:port of the first, where the ranks of all machines meet
     runner: Literal["auto", "v1", "v2"] = "auto"
     enforce_eager: bool | None = None  # false: torch.compile and graphs (slower start, faster steps); default: only on the CPU
     max_num_seqs: Count = 64  # requests in one engine step

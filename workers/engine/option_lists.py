@@ -28,6 +28,10 @@ _SAME = (
 #: Option → our setting for the same thing. Refused, so that each fact is in one place.
 OURS: dict[str, str] = dict(zip(_SAME, _SAME, strict=True)) | {
     "distributed_executor_backend": "executor",
+    "master_addr": "node_master",
+    "master_port": "node_master",
+    "nnodes": "nodes",
+    "node_rank": "node_rank",
     "kv_cache_memory_bytes": "kv_cache_gib (on a CPU; elsewhere num_gpu_blocks)",
     "enable_lora": "lora_dir",
     "log_config_file": "log_format",
@@ -93,7 +97,6 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     "the upper layers would compute only the last row of a prompt": ("kv_sharing_fast_prefill",),
     "a processor could change tokens of any request, and no receipt would show it": ("logits_processors",),
     "results are documented as raw log-probabilities": ("logprobs_mode",),
-    "several machines need `executor = ray`": ("master_addr", "master_port", "nnodes", "node_rank"),
     "Midstream accepts jobs before the engine sees them: see `queue_limit`": ("max_num_queued_reqs", "max_num_queued_tokens"),
     "its two halves rely on requests being submitted in the order in which they were processed": ("mm_processor_cache_gb",),
     "the hook points belong to the class that the checkpoint names": ("model_class_overrides",),

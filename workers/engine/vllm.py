@@ -42,6 +42,7 @@ from ..runner.extensions import agreed, check_installed, named
 from ..runner.quantisation import check_kernels, quantisation_of, refuse_gguf
 from ..runner.ring_budget import CapturedRows
 from ..runner.stages import stage_layers
+from . import nodes
 from .admission import CaptureBudget, StepRows
 from .certificate import Access, certify, keep
 from .checkpoint import check_folder, check_layers
@@ -126,7 +127,7 @@ class VllmEngine(RankControl):
             await asyncio.to_thread(check_drafter, settings)
             refuse_gguf(settings.model)
             check_folder(settings)
-            asked, images = await asyncio.to_thread(_configured, settings)
+            asked, images = await asyncio.to_thread(configured, settings)
             asked.scheduler_config.scheduler_cls = scheduler_class(asked)
             check(asked)
             check_drafts(asked, settings)
@@ -149,6 +150,8 @@ class VllmEngine(RankControl):
             )
             asked.additional_config = plane.layout()
             plane.export()
+            if settings.nodes > 1:
+                await asyncio.to_thread(nodes.publish, settings, plane)
             self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, asked, disable_log_stats=True)
             self.tokenizer = await asyncio.to_thread(bundle_of, config)
             found = [msgspec.convert(each, Found) for each in await self._call("midstream_found", ())]
@@ -403,13 +406,13 @@ def _caveats(settings: Settings) -> list[str]:
         raise MidstreamError("engine_failed", f"the engine did not start: {error}") from error
 
 
-def _configured(settings: Settings) -> tuple[Any, Images]:
+def configured(settings: Settings) -> tuple[Any, Images]:
     """vLLM's config, without the image encoder where the model takes no images here."""
     config = _engine_args(settings).create_engine_config(UsageContext.ENGINE_CONTEXT)
     images = images_of(config, settings.images_per_prompt)
     if settings.images_per_prompt and not images.number and config.model_config.is_multimodal_model:
         logger.warning("the model takes text only: %s", images.refused)
-        return _configured(msgspec.structs.replace(settings, images_per_prompt=0))[0], images
+        return configured(msgspec.structs.replace(settings, images_per_prompt=0))[0], images
     return config, images
 
 

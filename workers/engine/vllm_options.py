@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 
 from ...broker.ops.private_files import private_folder
 from ...schemas.base import to_json
-from ...schemas.settings import Settings
+from ...schemas.settings import Settings, SettingsError
 from ..runner.quantisation import W4A8
 from . import no_torchvision
 from .drafts import speculative_config
@@ -49,6 +49,8 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     }
     if settings.executor != "auto":
         options["distributed_executor_backend"] = settings.executor
+    if settings.nodes > 1:
+        options |= node_options(settings)
     if settings.speculative_tokens:
         # A rank knows where a token stands before the forward runs only if no step begins before the last one's drafts are judged.
         options |= {"speculative_config": speculative_config(settings), "async_scheduling": False}
@@ -60,6 +62,24 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     if current_platform.is_cpu():
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
     return options | accepted(settings).options
+
+
+def node_options(settings: Settings) -> dict[str, Any]:
+    """vLLM's options of an engine on several machines. Raises SettingsError."""
+    host, _, port = settings.node_master.rpartition(":")
+    ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise SettingsError(f"node_master={settings.node_master!r}: with nodes > 1 it is host:port of the first machine")
+    if settings.node_rank >= settings.nodes:
+        raise SettingsError(f"node_rank={settings.node_rank}: valid values are 0 to {settings.nodes - 1} (nodes - 1)")
+    if ranks % settings.nodes:
+        raise SettingsError(f"nodes={settings.nodes}: {ranks} ranks cannot be divided evenly among them")
+    if settings.executor != "auto":
+        raise SettingsError(f"nodes={settings.nodes} and executor={settings.executor}: use one")
+    return {
+        "nnodes": settings.nodes, "node_rank": settings.node_rank, "master_addr": host.strip("[]"), "master_port": int(port),
+        "distributed_executor_backend": "mp",
+    }  # fmt: skip
 
 
 def use_all_cores(ranks: int) -> None:

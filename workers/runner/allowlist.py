@@ -68,7 +68,6 @@ RULES = (
     Rule("parallel_config.enable_elastic_ep", (False,), "ranks come and go"),
     Rule("parallel_config.enable_fault_tolerance", (False,), "ranks come and go"),
     Rule("parallel_config.enable_batch_sharded_sampling", (False, None), "no rank has all logits of a step to grade"),
-    Rule("parallel_config.nnodes", (1,), "several machines need `executor = ray`"),
     Rule("parallel_config.distributed_executor_backend", ("mp", "uni", "ray", None), "untested"),
     Rule("parallel_config.worker_cls", ("midstream.workers.runner.worker_class.MidstreamWorker",), _OURS),
     Rule("parallel_config.worker_extension_cls", ("",), "it adds calls to the ranks that no receipt covers"),

@@ -1,0 +1,85 @@
+"""Runs the ranks of one machine of an engine on several: `python -m midstream.workers.follower`, with the worker's own settings.
+
+`nodes` and `node_master` are the worker's, `node_rank` is this machine's. It joins the worker's next start, and exits with 0 when that
+engine has ended, for a supervisor to start it again; so the worker and its followers may be started in any order.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import redis
+
+from ..broker.ops import observability
+from ..broker.receipts.curve import client_keys
+from ..schemas.errors import MidstreamError
+from ..schemas.settings import Settings, SettingsError, load_settings
+from .engine.nodes import POLL_S, Worker
+
+log = logging.getLogger(__name__)
+
+EXIT_BAD_SETTINGS = 2
+
+
+def run(settings: Settings) -> None:
+    """Join the worker's start and return when its engine has ended. Raises SettingsError."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    from .engine.vllm import configured
+    from .engine.vllm_options import for_platform, prepare_environment, scheduler_class, use_all_cores
+    from .runner.allowlist import check
+
+    settings = for_platform(settings)
+    prepare_environment(settings)
+    use_all_cores(settings.tensor_parallel_size * settings.pipeline_parallel_size)
+    config, _ = configured(settings)
+    config.scheduler_config.scheduler_cls = scheduler_class(config)
+    check(config)
+    worker = Worker(settings)
+    print(f"follower waits for worker {settings.worker_id} node={settings.node_rank}", flush=True)
+    plane = worker.await_start(after="")
+    config.additional_config = plane.layout()
+    plane.export()
+    threading.Thread(target=_leave_with, args=(worker, plane.boot), name="follower", daemon=True).start()
+    executor: Any = MultiprocExecutor(config, monitor_workers=False)
+    print(f"follower ready worker={settings.worker_id} node={settings.node_rank}", flush=True)
+    executor.start_worker_monitor(inline=True)
+
+
+def _leave_with(worker: Worker, boot: str) -> None:
+    """End this process, and with it its ranks, when the worker's start is over: they would wait for its next step for ever."""
+    while True:
+        time.sleep(POLL_S)
+        try:
+            if worker.is_over(boot):
+                log.warning("the worker's engine has ended")
+                os._exit(0)
+        except redis.RedisError as error:
+            log.info("cannot ask for the worker: %s", error)
+
+
+def main() -> int:
+    """Run until the engine ends; returns the exit code."""
+    try:
+        settings = load_settings()
+        for name in ("redis_url", "relay_url", "model", "worker_id", "node_master"):
+            if not getattr(settings, name):
+                raise SettingsError(f"MIDSTREAM_{name.upper()}: is required by a follower")
+        if not 0 < settings.node_rank < settings.nodes:
+            raise SettingsError(f"node_rank={settings.node_rank}: a follower has 1 to {settings.nodes - 1} (nodes - 1)")
+        client_keys(settings.curve_secret_file, settings.curve_server_key)
+        observability.start(settings, "follower", worker=settings.worker_id)
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        run(settings)
+    except (SettingsError, MidstreamError, redis.RedisError) as error:
+        print(f"follower failed: {error}", file=sys.stderr, flush=True)
+        return EXIT_BAD_SETTINGS
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
