@@ -46,7 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "values probes",
         "notebook durations extras images",
     ),
-    "workers": ("__main__ remote", "app", "serving", "engines demo_model", "fake", "engine", "runner"),
+    "workers": ("__main__ remote follower", "app", "serving", "engines demo_model", "fake", "engine", "runner"),
 }
 
 #: Package → the folders (or single modules) that may import it at all.
@@ -71,7 +71,7 @@ TOP_LEVEL = {
     *PACKAGES,
     "tests", "benchmarks", "examples", "docs", "requirements", ".ci",
     "__init__.py", "py.typed", "pyproject.toml", "Makefile", "README.md", "CONTRIBUTING.md", "LICENSE", "CHANGELOG.md", ".gitignore",
-    "compose.yaml", "compose", "Dockerfile", ".dockerignore", ".env",
+    "compose.yaml", "compose", "deploy", "Dockerfile", ".dockerignore", ".env",
 }  # fmt: skip
 
 
