@@ -51,6 +51,16 @@ class Fleet(Machines):
         port = self._chosen["relay_url"].rpartition(":")[2]
         self._chosen["relay_url"] = f"tcp://{network.address(where.get('relay', HERE))}:{port}"
 
+    def environment(self, name: str) -> dict[str, str]:
+        """The network that ranks on several machines meet on."""
+        machine = self.where.get(name, HERE)
+        return {"VLLM_HOST_IP": self.network.address(machine), "GLOO_SOCKET_IFNAME": self.network.device(machine)}
+
+    def settings(self, name: str, **changed: Any) -> Settings:
+        if name == "follower":  # of the worker, on another machine
+            return super().settings("worker", **{"node_rank": 1} | changed)
+        return super().settings(name, **changed)
+
     def inside(self, name: str) -> list[str]:
         return self.network.inside(self.where.get(name, HERE))
 

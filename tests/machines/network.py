@@ -60,7 +60,8 @@ class Network:
     def _at(self, name: str) -> tuple[str, ...]:
         return () if name == HERE else ("-n", self.namespace(name))
 
-    def _device(self, name: str) -> str:
+    def device(self, name: str) -> str:
+        """The name of its interface to the switch."""
         return f"{self._prefix}{self.names.index(name)}"
 
     def __enter__(self) -> "Network":
@@ -79,7 +80,7 @@ class Network:
         self.close()
 
     def _plug_in(self, name: str) -> None:
-        device, port = self._device(name), f"port{self.names.index(name)}"
+        device, port = self.device(name), f"port{self.names.index(name)}"
         if name != HERE:
             ip("netns", "add", self.namespace(name))
             ip(*self._at(name), "link", "set", "lo", "up")
@@ -100,7 +101,7 @@ class Network:
             wire.kill()
             wire.wait()
         for command in (
-            ["link", "delete", self._device(HERE)],
+            ["link", "delete", self.device(HERE)],
             *(["netns", "delete", self.namespace(name)] for name in self.names[1:]),
             ["netns", "delete", self._switch],
         ):
@@ -114,14 +115,14 @@ class Network:
             if other != one:
                 self._cut.add((one, other))
                 for here, there in ((one, other), (other, one)):
-                    at = ("dev", self._device(here), "nud", "permanent")
+                    at = ("dev", self.device(here), "nud", "permanent")
                     ip(*self._at(here), "neighbour", "replace", self.address(there), "lladdr", NOBODY, *at)
 
     def heal(self) -> None:
         """Undo every cut."""
         for pair in self._cut:
             for here, there in (pair, pair[::-1]):
-                ip(*self._at(here), "neighbour", "flush", "to", self.address(there), "dev", self._device(here), "nud", "permanent")
+                ip(*self._at(here), "neighbour", "flush", "to", self.address(there), "dev", self.device(here), "nud", "permanent")
         self._cut.clear()
 
     def pull(self, name: str) -> None:

@@ -31,6 +31,7 @@ MODULES = {
     "relay": "midstream.broker.relay",
     "callbacks": "midstream.broker.callbacks",
     "worker": "midstream.workers",
+    "follower": "midstream.workers.follower",
     "api": "midstream.api",
     "flower": "midstream.broker.flower",
 }
@@ -192,7 +193,7 @@ class Machines:
     def spawn(self, name: str, **changed: Any) -> None:
         role = name.partition("-")[0]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")}
-        environment |= to_environment(self.settings(name, **changed)) | {"PYTHONUNBUFFERED": "1"}
+        environment |= to_environment(self.settings(name, **changed)) | {"PYTHONUNBUFFERED": "1"} | self.environment(name)
         there = self.inside(name)
         self.log_file(name).parent.mkdir(parents=True, exist_ok=True)
         with self.log_file(name).open("ab") as log:
@@ -202,6 +203,10 @@ class Machines:
     def inside(self, name: str) -> list[str]:
         """What to put before a command to run it on the machine of the process `name`."""
         return ["ip", "netns", "exec", self.link.name] if self.link is not None and name.startswith("worker") else []
+
+    def environment(self, name: str) -> dict[str, str]:
+        """Further variables of the process `name`."""
+        return {}
 
     def wait_ready(self, name: str, timeout: float = 120.0) -> None:
         def ready() -> bool:

@@ -1,0 +1,109 @@
+"""One engine on two machines, without Ray: are rows, steering, patches and checksums those of one machine? And is a lost machine survived?"""
+
+import base64
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from fleet import Fleet
+from network import Network
+from receipt_rig import wait_until
+from tolerances import FP32_ROWS_30_LAYERS
+
+from midstream.client.captures.reader import CaptureReader
+from midstream.workers.demo_model import fetch_demo_model
+
+PROMPTS = ["The Eiffel Tower is located in the city of", "The Colosseum is located in the city of"]
+LAYERS, HIDDEN, TOKENS = 30, 576, 8
+ENGINE = {
+    "engine": "vllm", "model_name": "demo", "kv_cache_gib": 0.25, "max_model_len": 256, "dtype": "float32", "certify": False, "lease_s": 15.0,
+}  # fmt: skip
+
+
+def submitted(fleet: Fleet, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The result of a job that succeeded."""
+    with httpx.Client(base_url=fleet.url, timeout=120) as http:
+        job = http.post(path, json={"model": "demo"} | body).raise_for_status().json()["id"]
+        wait_until(lambda: http.get(f"/v1/jobs/{job}", params={"wait": 60}).json()["state"] not in ("queued", "running"), 240)
+        result: dict[str, Any] = http.get(f"/v1/jobs/{job}/result").raise_for_status().json()
+        view = http.get(f"/v1/jobs/{job}").json()
+    assert result["state"] == "succeeded", result
+    return result | {"id": job, "receipts": view["receipts"], "attempt": view["attempt"]}
+
+
+def captured(fleet: Fleet, **more: Any) -> tuple[list[str], int, list[np.ndarray]]:
+    """Texts, number of receipts, and of each prompt the rows of all layers: `[layers, positions, hidden]`."""
+    body = {
+        "prompts": PROMPTS, "sampling": {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True},
+        "capture": {"layers": "all", "positions": "all_prompt"}, **more,
+    }  # fmt: skip
+    result = submitted(fleet, "/v1/jobs", body)
+    with CaptureReader(fleet.settings("api").capture_root, result["id"]) as reader:
+        assert all(check.ok for check in reader.verify())
+        rows = [
+            np.stack([reader.array(layer, reader.hooks(number)[0], number) for layer in range(LAYERS)]) for number in range(len(PROMPTS))
+        ]
+    return [output["text"] for output in result["outputs"]], result["receipts"], rows
+
+
+def steering() -> list[dict[str, Any]]:
+    """A vector at a layer of either machine."""
+    vector = np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32)
+    tensor = {"dtype": "float32", "shape": [HIDDEN], "data": base64.b64encode(vector.tobytes()).decode()}
+    return [{"layers": [3, 20], "vector": tensor, "scale": 2.0}]
+
+
+def patched(fleet: Fleet) -> list[float]:
+    pair = {"clean": PROMPTS[0], "corrupt": PROMPTS[1], "answer": " Paris", "foil": " Rome"}
+    body = {"pairs": [pair], "layers": [2, 14, 15, 28], "positions": "last_prompt", "metric": "logit_diff"}
+    summary = submitted(fleet, "/v1/sweeps", body)["sweep"]
+    assert summary["summary"]["cells"] == summary["summary"]["total"] > 0
+    return [float(value) for value in np.ravel(summary["grid"] if "grid" in summary else summary["cells"])]
+
+
+def close(mine: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
+    worst = max(float(np.max(np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1))) for a, b in zip(mine, theirs, strict=True))
+    print(f"worst row: {worst:.2e}")
+    return worst < FP32_ROWS_30_LAYERS
+
+
+@pytest.mark.timeout(900)
+def test_an_engine_on_two_machines_gives_the_rows_of_one(tmp_path: Path) -> None:
+    model = str(fetch_demo_model())
+    one = ("relay", "callbacks", "worker", "api")
+    with Network("w1", "w2") as network:
+        with Fleet(tmp_path / "one", network, {"worker": "w1"}, one, model=model, **ENGINE) as fleet:
+            plain, steered, grid = captured(fleet), captured(fleet, steering=steering()), patched(fleet)
+        nodes = {"pipeline_parallel_size": 2, "nodes": 2, "node_master": f"{network.address('w1')}:29501"}
+        two, where = ("relay", "callbacks", "follower", "worker", "api"), {"worker": "w1", "follower": "w2"}
+        with Fleet(tmp_path / "two", network, where, two, model=model, **ENGINE, **nodes) as fleet:
+            for (texts, receipts, rows), (expected, alone, their_rows) in [
+                (captured(fleet), plain), (captured(fleet, steering=steering()), steered),
+            ]:  # fmt: skip
+                assert texts == expected
+                assert receipts == 2 * alone, "both machines report on every prompt"
+                assert close(rows, their_rows)
+            assert np.allclose(patched(fleet), grid, atol=1e-3)
+            assert "disagree" not in fleet.log("relay")
+            assert not np.allclose(plain[2][0][25], steered[2][0][25]), "the vector changed nothing"
+            lose_a_machine(fleet)
+
+
+def lose_a_machine(fleet: Fleet) -> None:
+    """The follower dies: the worker ends, both start again, and jobs run again."""
+    before = captured(fleet)[0]
+    fleet.kill("follower")
+    with httpx.Client(base_url=fleet.url, timeout=60) as http:
+        body = {"model": "demo", "prompts": PROMPTS, "sampling": {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}}
+        job = http.post("/v1/jobs", json=body).raise_for_status().json()["id"]
+        began = time.monotonic()
+        wait_until(lambda: fleet.processes["worker"].poll() is not None, 120)
+        print(f"the worker ended {time.monotonic() - began:.1f} s after its next job was sent")
+        for name in ("follower", "worker"):
+            fleet.spawn(name)
+        fleet.wait_ready("worker")
+        wait_until(lambda: http.get(f"/v1/jobs/{job}").json()["state"] == "succeeded", 120)
+        assert [output["text"] for output in http.get(f"/v1/jobs/{job}/result").json()["outputs"]] == before

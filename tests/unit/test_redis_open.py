@@ -1,0 +1,86 @@
+"""What of a `redis_url` reaches the clients of Redis, of the sentinels and of Celery; and which URLs are refused."""
+
+from pathlib import Path
+
+import pytest
+from redis.asyncio.sentinel import SentinelManagedSSLConnection
+from redis.connection import SSLConnection
+
+from midstream.broker.ops import logs, redis_durability, redis_open
+from midstream.broker.queue.celery_app import channels_of, make_app
+from midstream.broker.queue.transport import transport_of
+from midstream.schemas.settings import Settings, SettingsError, load_settings
+
+PLAIN = "redis+sentinel://worker:secret@s1:1,s2,[::1]:3/2?service=ms"
+
+
+def test_a_direct_url_is_opened_as_it_stands() -> None:
+    found = redis_open.place("rediss://u:p@host:1/2?ssl_ca_certs=/ca")
+    assert (found.sentinels, found.database, found.options["connection_class"]) == ([], 2, SSLConnection)
+    opened = redis_open.broker("rediss://u:p@host:1/2?ssl_ca_certs=/ca")
+    assert opened.url == "rediss://u:p@host:1/2?ssl_ca_certs=/ca"
+    assert opened.ssl == {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": "/ca"}
+    assert redis_open.broker("redis://host:1/0").ssl is False
+
+
+def test_sentinels_are_asked_without_the_users_password_of_redis() -> None:
+    found = redis_open.place(PLAIN)
+    assert found.sentinels == [("s1", 1), ("s2", 26379), ("::1", 3)]
+    assert (found.service, found.database, found.options["username"], found.options["password"]) == ("ms", 2, "worker", "secret")
+    assert not found.sentinel_options.keys() & {"username", "password", "ssl"}
+    assert channels_of(PLAIN) == "/2."
+
+
+def test_with_tls_redis_and_sentinels_are_verified(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    ca.touch()
+    settings = load_settings(
+        {}, redis_url="rediss+sentinel://api@s1/0?service=ms", redis_tls_ca=str(ca), redis_password="a b", redis_sentinel_password="c&d"
+    )
+    found = redis_open.place(settings.redis_url)
+    verified = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": str(ca)}
+    assert found.options.items() >= ({"ssl": True, "username": "api", "password": "a b"} | verified).items()
+    assert found.sentinel_options.items() >= ({"ssl": True, "password": "c&d"} | verified).items()
+    pool = redis_open.async_pool(settings.redis_url)
+    assert pool.connection_class is SentinelManagedSSLConnection
+    assert redis_open.broker(settings.redis_url).ssl == verified
+    assert redis_open.broker(settings.redis_url).options["sentinel_kwargs"]["password"] == "c&d"
+
+
+def test_celery_asks_every_sentinel() -> None:
+    app = make_app(Settings(redis_url=PLAIN))
+    with app.connection_for_write() as connection:
+        assert connection.transport_cls == "sentinel"
+        assert len(connection.alt) == 3
+        assert {(connection.userid, connection.password, connection.virtual_host)} == {("worker", "secret", "2")}
+    assert app.conf.broker_transport_options["master_name"] == "ms"
+    assert transport_of(PLAIN).endswith(":SentinelTransport")
+    assert transport_of("redis://h/0").endswith(":Transport")
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("redis+sentinel://s1:1/0", "service=NAME"),
+        ("redis+sentinel://s1:port/0?service=a", "'s1:port' is not the address of a sentinel"),
+        ("redis+sentinel://s1,,s2/0?service=a", "'' is not the address of a sentinel"),
+    ],
+)
+def test_a_sentinel_url_that_cannot_work_is_refused(url: str, says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        redis_open.place(url)
+
+
+def test_a_failover_that_could_lose_jobs_is_refused() -> None:
+    with pytest.raises(SettingsError, match="redis_replicas is 0"):
+        redis_durability.require(Settings(redis_url=PLAIN))
+
+
+def test_a_sentinels_password_needs_a_sentinel_url() -> None:
+    with pytest.raises(SettingsError, match="names no sentinels"):
+        load_settings({}, redis_url="redis://h/0", redis_sentinel_password="p")
+
+
+def test_no_password_of_the_url_is_logged() -> None:
+    shown = logs.redacted("rediss+sentinel://api:one@s1:1,s2:2/0?sentinel_password=two&service=ms")
+    assert shown == "rediss+sentinel://api:***@s1:1,s2:2/0?sentinel_password=***&service=ms"
