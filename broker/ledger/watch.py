@@ -186,6 +186,8 @@ class Watcher:
                 while True:
                     message = await connection.read_response(timeout=HEALTH_CHECK_S)
                     if message is None:
+                        if isinstance(pool, redis_open.MasterPool):
+                            await pool.look()  # closes this connection if it is not the master's any more
                         await connection.send_command("PING")  # its answer is a message; a dead peer makes the next read or write fail
                     elif message[0] == b"psubscribe":
                         self._hearing.set()

@@ -94,6 +94,7 @@ def client(url: str, **options: Any) -> "redis.Redis":
         return redis.Redis.from_url(url, **options)
     sentinel = redis.sentinel.Sentinel(found.sentinels, sentinel_kwargs=found.sentinel_options)  # type: ignore[no-untyped-call]
     sentinel.discover_master = MethodType(newest_master, sentinel)  # type: ignore[method-assign]
+    options["connection_class"] = MasterSSLConnection if found.is_tls else MasterConnection
     master: redis.Redis = sentinel.master_for(found.service, **found.options | options)  # type: ignore[no-untyped-call]
     return master
 
@@ -114,6 +115,7 @@ def async_pool(url: str, **options: Any) -> "redis.asyncio.BlockingConnectionPoo
 
 def _sentinel_pool(found: Place, **options: Any) -> "MasterPool":
     sentinel = NewestSentinel(found.sentinels, sentinel_kwargs=found.sentinel_options)  # type: ignore[no-untyped-call]
+    options["connection_class"] = AsyncMasterSSLConnection if found.is_tls else AsyncMasterConnection
     return MasterPool(found.service, sentinel, **found.options | options)
 
 
@@ -145,6 +147,32 @@ class NewestSentinel(redis.asyncio.sentinel.Sentinel):
             if isinstance(answer, BaseException) and not isinstance(answer, (redis.exceptions.RedisError, OSError)):
                 raise answer
         return _newest(self, service, [answer for answer in answers if isinstance(answer, dict)])
+
+
+class MasterConnection(redis.sentinel.SentinelManagedConnection):
+    """Asks for the master whenever it connects. redis-py's reconnects to its former address in the middle of a command that is repeated."""
+
+    def connect_check_health(self, *args: Any, **options: Any) -> None:
+        if self._sock is None:
+            self.host, self.port = self.connection_pool.get_master_address()
+        super().connect_check_health(*args, **options)  # type: ignore[no-untyped-call]
+
+
+class MasterSSLConnection(MasterConnection, redis.sentinel.SentinelManagedSSLConnection):
+    """With TLS."""
+
+
+class AsyncMasterConnection(redis.asyncio.sentinel.SentinelManagedConnection):
+    """`MasterConnection` for asyncio."""
+
+    async def connect_check_health(self, *args: Any, **options: Any) -> None:
+        if not self.is_connected:
+            self.host, self.port = await self.connection_pool.get_master_address()
+        await super().connect_check_health(*args, **options)
+
+
+class AsyncMasterSSLConnection(AsyncMasterConnection, redis.asyncio.sentinel.SentinelManagedSSLConnection):
+    """With TLS."""
 
 
 class MasterPool(redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.BlockingConnectionPool):

@@ -190,6 +190,9 @@ class Transport(kombu_redis.Transport):
 class SentinelChannel(Channel, kombu_redis.SentinelChannel):
     """The same channel to the master that Sentinel names."""
 
+    connection_class = redis_open.MasterConnection
+    connection_class_ssl = redis_open.MasterSSLConnection
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._masters: set[tuple[str, int]] = set()  # that connections of this channel were opened to
         super().__init__(*args, **kwargs)

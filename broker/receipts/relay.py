@@ -293,7 +293,7 @@ class Relay:
                     return {stream: int(mark or 0) for stream, mark in zip(streams, found, strict=True)}
                 if self._stopping or time.monotonic() >= deadline:
                     self._complain("written", "Redis cannot write its log, or has too few replicas; receipts stay unacknowledged")
-                    client.connection_pool.disconnect()  # the next connection asks Sentinel which Redis is the master
+                    self._reopen()
                     return {}
                 time.sleep(PAUSE_S)
         except (redis.RedisError, OSError) as error:
@@ -315,6 +315,7 @@ class Relay:
                 self._pause(pause)
                 pause = min(2 * pause, MAX_RETRY_S)
             except redis.RedisError as error:
+                self._reopen()
                 self._complain(f"{stream} redis", "Redis rejects receipts of worker %s rank %d: %s", *stream[:2], error)
                 break
             except Exception:
@@ -322,6 +323,11 @@ class Relay:
                 log.exception("cannot settle receipts of worker %s rank %d", *stream[:2])
                 break
         return None
+
+    def _reopen(self) -> None:
+        """Connect anew for the next command: with Sentinel, to the Redis that is the master by then."""
+        if self._redis is not None:
+            self._redis.connection_pool.disconnect()
 
     def _pause(self, seconds: float) -> None:
         """Sleep, but not through a `stop`."""
@@ -351,6 +357,7 @@ class Relay:
                 try:
                     self._redis.set(RELAY_KEY, json.dumps(sign), ex=ALIVE_S)
                 except (redis.RedisError, OSError) as error:
+                    self._reopen()
                     self._complain("beat", "cannot write the heartbeat to Redis: %s", error)
         return max(1, int((self._next_beat - time.monotonic()) * 1000))
 

@@ -1,4 +1,4 @@
-"""One engine on two machines, without Ray: are rows, steering, patches and checksums those of one machine? And is a lost machine survived?"""
+"""One engine on two machines, without Ray: rows, steering, patches and checksums are those of one machine, and one may be lost."""
 
 import base64
 import time
@@ -19,7 +19,8 @@ from midstream.workers.demo_model import fetch_demo_model
 PROMPTS = ["The Eiffel Tower is located in the city of", "The Colosseum is located in the city of"]
 LAYERS, HIDDEN, TOKENS = 30, 576, 8
 ENGINE = {
-    "engine": "vllm", "model_name": "demo", "kv_cache_gib": 0.25, "max_model_len": 256, "dtype": "float32", "certify": False, "lease_s": 15.0,
+    "engine": "vllm", "model_name": "demo", "kv_cache_gib": 0.25, "max_model_len": 256, "dtype": "float32", "certify": False,
+    "lease_s": 15.0,
 }  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def patched(fleet: Fleet) -> list[float]:
     body = {"pairs": [pair], "layers": [2, 14, 15, 28], "positions": "last_prompt", "metric": "logit_diff"}
     summary = submitted(fleet, "/v1/sweeps", body)["sweep"]
     assert summary["summary"]["cells"] == summary["summary"]["total"] > 0
-    return [float(value) for value in np.ravel(summary["grid"] if "grid" in summary else summary["cells"])]
+    return [float(value) for pair in summary["pairs"] for grid in pair["grids"].values() for row in grid for value in row]
 
 
 def close(mine: list[np.ndarray], theirs: list[np.ndarray]) -> bool:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from redis.asyncio.sentinel import SentinelManagedSSLConnection
 from redis.connection import SSLConnection
 
 from midstream.broker.ops import logs, redis_durability, redis_open
@@ -42,7 +41,7 @@ def test_with_tls_redis_and_sentinels_are_verified(tmp_path: Path) -> None:
     assert found.options.items() >= ({"ssl": True, "username": "api", "password": "a b"} | verified).items()
     assert found.sentinel_options.items() >= ({"ssl": True, "password": "c&d"} | verified).items()
     pool = redis_open.async_pool(settings.redis_url)
-    assert pool.connection_class is SentinelManagedSSLConnection
+    assert pool.connection_class is redis_open.AsyncMasterSSLConnection
     assert redis_open.broker(settings.redis_url).ssl == verified
     assert redis_open.broker(settings.redis_url).options["sentinel_kwargs"]["password"] == "c&d"
 
