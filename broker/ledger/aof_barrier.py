@@ -116,6 +116,7 @@ class AofBarrier:
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.info("server")
             barrier.ask(pipe)
+            answers: list[Any]
             server, *answers = await pipe.execute()
         self._run = server["run_id"]
         waited = time.monotonic() - since

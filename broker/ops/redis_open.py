@@ -124,7 +124,7 @@ def newest_master(self: redis.sentinel.Sentinel, service: str) -> tuple[str, int
 
     redis-py takes the first answer: perhaps of a sentinel that is cut off with the old master. Raises MasterNotFoundError.
     """
-    states = []
+    states: list[Any] = []
     for sentinel in self.sentinels:
         with contextlib.suppress(redis.exceptions.RedisError, OSError):
             states.append(sentinel.sentinel_master(service))
@@ -134,7 +134,7 @@ def newest_master(self: redis.sentinel.Sentinel, service: str) -> tuple[str, int
 def _newest(sentinel: Any, service: str, states: list[dict[str, Any]]) -> tuple[str, int]:
     newest = max(states, key=lambda state: int(state["config-epoch"]), default=None)
     if newest is None or not sentinel.check_master_state(newest, service):
-        raise redis.sentinel.MasterNotFoundError(f"no sentinel knows a live master of {service!r}")  # type: ignore[no-untyped-call]
+        raise redis.sentinel.MasterNotFoundError(f"no sentinel knows a live master of {service!r}")
     return str(newest["ip"]), int(newest["port"])
 
 
@@ -144,7 +144,7 @@ class NewestSentinel(redis.asyncio.sentinel.Sentinel):
     async def discover_master(self, service: str) -> tuple[str, int]:
         answers = await asyncio.gather(*[sentinel.sentinel_master(service) for sentinel in self.sentinels], return_exceptions=True)
         for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, (redis.exceptions.RedisError, OSError)):
+            if isinstance(answer, asyncio.CancelledError):
                 raise answer
         return _newest(self, service, [answer for answer in answers if isinstance(answer, dict)])
 
@@ -155,7 +155,7 @@ class MasterConnection(redis.sentinel.SentinelManagedConnection):
     def connect_check_health(self, *args: Any, **options: Any) -> None:
         if self._sock is None:
             self.host, self.port = self.connection_pool.get_master_address()
-        super().connect_check_health(*args, **options)  # type: ignore[no-untyped-call]
+        super().connect_check_health(*args, **options)
 
 
 class MasterSSLConnection(MasterConnection, redis.sentinel.SentinelManagedSSLConnection):
@@ -169,6 +169,14 @@ class AsyncMasterConnection(redis.asyncio.sentinel.SentinelManagedConnection):
         if not self.is_connected:
             self.host, self.port = await self.connection_pool.get_master_address()
         await super().connect_check_health(*args, **options)
+
+    async def send_packed_command(self, *args: Any, **options: Any) -> None:
+        """Raises redis.ConnectionError also where the pool has closed the connection meanwhile: uvloop and redis-py raise others then."""
+        try:
+            await super().send_packed_command(*args, **options)
+        except (RuntimeError, AttributeError) as error:
+            await self.disconnect(nowait=True)
+            raise redis.exceptions.ConnectionError(f"the connection was closed: {error}") from error
 
 
 class AsyncMasterSSLConnection(AsyncMasterConnection, redis.asyncio.sentinel.SentinelManagedSSLConnection):
@@ -193,7 +201,7 @@ class MasterPool(redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.Bl
         if time.monotonic() - self._looked > LOOK_S:
             self._looked = time.monotonic()
             self._look = asyncio.create_task(self.look(), name="midstream-sentinel")
-        return await super().get_connection(*args, **options)
+        return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
 
     async def look(self) -> None:
         """Ask Sentinel for the master; if no sentinel answers, everything stays as it is."""

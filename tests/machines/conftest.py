@@ -9,7 +9,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/tests/machines/" in str(item.path):
             reason = reason or why_not() or "-"
-            item.add_marker(pytest.mark.machines)
-            item.add_marker(pytest.mark.long)
             if reason != "-":
                 item.add_marker(pytest.mark.skip(reason=reason))

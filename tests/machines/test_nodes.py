@@ -32,7 +32,7 @@ def submitted(fleet: Fleet, path: str, body: dict[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = http.get(f"/v1/jobs/{job}/result").raise_for_status().json()
         view = http.get(f"/v1/jobs/{job}").json()
     assert result["state"] == "succeeded", result
-    return result | {"id": job, "receipts": view["receipts"], "attempt": view["attempt"]}
+    return result | {"id": job, "receipts": view.get("receipts", 0), "attempt": view.get("attempt", 0)}
 
 
 def captured(fleet: Fleet, **more: Any) -> tuple[list[str], int, list[np.ndarray]]:

@@ -208,7 +208,7 @@ class Machines:
         """Further variables of the process `name`."""
         return {}
 
-    def wait_ready(self, name: str, timeout: float = 120.0) -> None:
+    def wait_ready(self, name: str, timeout: float = 300.0) -> None:
         def ready() -> bool:
             assert self.processes[name].poll() is None, f"{name} has ended:\n{self.log(name)[-4000:]}"
             if name == "flower":  # says nothing

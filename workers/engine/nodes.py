@@ -55,7 +55,7 @@ class Worker:
             return None
         data = Path(self._settings.data_dir).resolve()
         return msgspec.structs.replace(
-            from_json(raw, Start).plane,  # type: ignore[arg-type]
+            from_json(raw, Start).plane,
             relay_url=self._settings.relay_url,
             outbox_dir=str(data / "outbox"),
             spill_dir=str(data / "spill"),
