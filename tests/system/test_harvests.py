@@ -1,6 +1,9 @@
 """Harvests from submission to files, over HTTP, with the fake engine: rows, kills, pauses, full disks, bad input."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 from harvest_kit import check_equal, check_rows, checked, texts
+from safetensors import safe_open
 from stack import Stack
+from tree import ROOT
 
 from midstream.client import Client, MidstreamError
 from midstream.schemas.harvests import HarvestView
@@ -155,3 +160,15 @@ def test_a_bad_field_is_a_400_that_names_it(stack: Stack, body: dict[str, Any], 
     assert answer.status_code == 400, answer.text
     problem = answer.json()
     assert (problem.get("field") or "").startswith(field) or field in problem["detail"], problem
+
+
+def test_the_script_for_draft_models_writes_their_files(stack: Stack, tmp_path: Path) -> None:
+    """The fake model has no chat: any layers and few tokens do."""
+    command = [sys.executable, str(ROOT / "examples" / "draft_training.py"), "--out", str(tmp_path), "--tokens", "5", "--layers", "0", "2"]
+    done = subprocess.run(command, env={**os.environ, "MIDSTREAM_PUBLIC_URL": stack.url}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "24 files" in done.stdout
+    with safe_open(tmp_path / "000000003.safetensors", framework="np") as file:
+        states, mask = file.get_tensor("hidden_states"), file.get_tensor("loss_mask")
+    assert states.shape[0] == len(mask) == len("What is the capital of Japan?") + 4
+    assert mask.tolist() == [0] * (len(mask) - 4) + [1] * 4

@@ -36,7 +36,13 @@ BROUGHT_ALONG = {
     "anyio": "litestar", "tornado": "flower",
 }  # fmt: skip
 #: What a script that no test runs needs: (package, script).
-BY_HAND = {("peft", "peft_rows.py"), ("sae_lens", "sae_rows.py"), ("sae_lens", "sae_encode.py")}
+BY_HAND = {
+    ("peft", "peft_rows.py"),
+    ("sae_lens", "sae_rows.py"),
+    ("sae_lens", "sae_encode.py"),
+    ("sae_lens", "harvest_sae.py"),
+    ("torch", "harvest_sae.py"),
+}
 
 
 def declared(extras: tuple[str, ...]) -> set[str]:
