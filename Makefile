@@ -153,7 +153,7 @@ lens: $(READY) model ## install TransformerLens and recompute its reference grid
 	@.cache/lens/bin/python benchmarks/lens_heads.py golden
 
 bench: $(READY) model ## run the benchmarks of benchmarks/RESULTS.md one after the other
-	@for script in $(filter-out benchmarks/engines.py benchmarks/lens.py benchmarks/lens_heads.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+	@for script in $(filter-out benchmarks/engines.py benchmarks/shares.py benchmarks/lens.py benchmarks/lens_heads.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
 bench-gpu: ## on a GPU machine: run benchmarks/gpu and write its RESULTS.md, 25 minutes (GPU_PYTHON: a Python with vLLM)
 	@$(GPU_PYTHON) benchmarks/gpu/all.py $(GPU_ARGS)
