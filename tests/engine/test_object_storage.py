@@ -60,7 +60,7 @@ def test_rows_in_the_bucket_are_those_of_the_engine(stack: Stack, layout: str) -
 def test_a_long_capture_and_a_patch_from_it_go_through_the_bucket(stack: Stack) -> None:
     """Beyond the window rows wait in a scratch file; a rank then reads a row of it from the bucket."""
     long = StoredCapture(sites={hook: [0, 1] for hook in RESIDUAL}, positions="all", tag="long", layout="packed")
-    job = stack.submit(["the source of a patch"], max_tokens=1500, capture=long, run="long")
+    job = stack.submit(["the source of a patch"], max_tokens=1500, ignore_eos=True, capture=long, run="long")
     assert stack.wait(job).state is State.SUCCEEDED
     reader = CaptureReader(stack.settings.artifacts, job)
     assert len(reader.positions()) > 1500
