@@ -3,17 +3,15 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ...schemas.probes import StoredProbe
+from ...schemas.specs import At
 from .steering_tables import VectorStore
 from .watches import Kind
-
-if TYPE_CHECKING:
-    from .capture import Recording
 
 #: Sets of probes that are kept, least recently used first: traffic uses few at a time.
 _KEPT = 64
@@ -28,6 +26,14 @@ class Stack:
     bias: torch.Tensor  # `[ports, 1, width]`
     flat: np.ndarray  # which of `ports × width` results are scores, in the order of the watch's columns
     columns: slice | np.ndarray  # of the watch, ascending
+
+
+class Side(NamedTuple):
+    """Of a recording of rows that probes read."""
+
+    at: At
+    ports: dict[tuple[str, int], int]  # (hook, layer) → port
+    wants: bytes  # names them
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +52,34 @@ class Stacks:
         self._vectors, self._hidden_size = vectors, hidden_size
         self._kept: OrderedDict[Any, Plan | None] = OrderedDict()
 
-    def plan(self, probes: Sequence[StoredProbe], recordings: Sequence["Recording"]) -> Plan | None:
-        """`recordings`: of their rows. None: no probe reads rows of this rank.
+    def plan(self, probes: Sequence[StoredProbe], sides: Sequence[Side]) -> Plan | None:
+        """`sides`: of the recordings of their rows. None: no probe reads rows of this rank.
 
         Raises LookupError and ValueError for weights that are not here or of another shape.
         """
         named = tuple([(probe.digest, probe.name, probe.action) for probe in probes])
-        key = named, tuple([(recording.capture.at, recording.wants) for recording in recordings])
+        key = named, tuple([(side.at, side.wants) for side in sides])
         if key not in self._kept:
-            self._kept[key] = self._planned(probes, recordings)
+            self._kept[key] = self._planned(probes, sides)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
 
-    def _planned(self, probes: Sequence[StoredProbe], recordings: Sequence["Recording"]) -> Plan | None:
+    def _planned(self, probes: Sequence[StoredProbe], sides: Sequence[Side]) -> Plan | None:
         reads = [(probe.content.at, probe.content.hook, probe.content.layer) for probe in probes]
-        sites = {(recording.capture.at, *site) for recording in recordings for site in recording.ports}
+        sites = {(side.at, *site) for side in sides for site in side.ports}
         here = [number for number, read in enumerate(reads) if read in sites]
         if not here:
             return None
         kind = Kind([probes[number] for number in here])
         stacks = []
-        for recording in recordings:
+        for side in sides:
             ports: dict[int, list[int]] = {}  # port → which of the probes here
             for place, number in enumerate(here):
                 at, hook, layer = reads[number]
-                if at == recording.capture.at:
-                    ports.setdefault(recording.ports[hook, layer], []).append(place)
+                if at == side.at:
+                    ports.setdefault(side.ports[hook, layer], []).append(place)
             parts = [[probes[here[place]] for place in places] for places in ports.values()]
             columns = [column for places in ports.values() for place in places for column in kind.columns[place]]
             stacks.append(self._stack(list(ports), parts, columns))

@@ -16,7 +16,7 @@ import torch
 from ...schemas.specs import RankSpec
 from .capture import Extent, Recording
 from .probe_news import News
-from .probe_stacks import Stack, Stacks
+from .probe_stacks import Side, Stack, Stacks
 from .steering_tables import VectorStore
 from .watches import Watch, news_of_all
 
@@ -60,7 +60,8 @@ class Scorer:
         Raises LookupError and ValueError for weights that are not here or of another shape.
         """
         mine = [recording for recording in recordings if recording.capture.scored]
-        plan = self._stacks.plan(spec.probes, mine) if mine else None
+        sides = [Side(recording.capture.at, recording.ports, recording.wants) for recording in mine]
+        plan = self._stacks.plan(spec.probes, sides) if sides else None
         if plan is None:
             return None
         streams_from = spec.prompt_tokens - 1 if spec.stream_scores and self._streams else -1
