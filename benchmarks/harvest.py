@@ -109,8 +109,9 @@ def scale(arguments: argparse.Namespace) -> dict[str, Any]:
             options = {"engine": "fake", "fake_token_s": 0.08, "max_num_seqs": 4, "harvest_requests_in_flight": 8, "worker_concurrency": 8}
             with Stack(Path(folder), api=True, workers=workers, **options, **SLOW) as stack, Client(stack.url) as client:
                 for _ in range(arguments.rounds):
+                    hooks = dict.fromkeys(("pre_attn", "attn_out", "mlp_out", "post_block"), "all")  # wide rows: many units to share
                     lines = [f"{number} " + "x" * 200 for number in range(500 * workers)]
-                    view = harvest(client, "fake-model", lines, layers=[1], shards={"mib": 1}, cut={"fit": "truncate"})
+                    view = harvest(client, "fake-model", lines, hooks=hooks, shards={"mib": 1})
                     rates.setdefault(workers, []).append(view.tokens / computed_s(view))
     first = statistics.median(rates[arguments.workers[0]])
     return {
