@@ -70,7 +70,15 @@ OPENS: dict[str, str] = {
     "workers/runner/vllm_source.py": "vLLM's source",
 }
 #: Modules that name the artifact store, or the capture root, without opening a store: to show it, or to hand it to a rank.
-NAMES = {"broker/ledger/views.py", "client/cli/demo.py", "schemas/settings.py", "workers/engine/nodes.py", "workers/engine/vllm.py"}
+NAMES = {
+    "broker/artifacts/corpora.py",
+    "broker/ledger/views.py",
+    "client/cli/demo.py",
+    "client/stack/doctor.py",
+    "schemas/settings.py",
+    "workers/engine/nodes.py",
+    "workers/engine/vllm.py",
+}
 #: Methods of our own that are called like those of paths.
 OTHERS = {"span.rename", "self._gate.open", "store.open", "self._store.open", "place.store.open"}
 

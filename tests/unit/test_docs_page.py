@@ -9,7 +9,7 @@ from tree import ROOT
 
 #: Why a block may be left out: how its reason begins.
 REASONS = (
-    "it needs Docker", "it needs a GPU", "it needs a bucket", "it needs several machines", "it takes minutes",
+    "it needs Docker", "it needs a GPU", "it needs a bucket", "it needs several machines", "it needs a cluster", "it takes minutes",
     "it installs system packages", "it ends the stack", "the path is a placeholder", "the tests start one stack",
 )  # fmt: skip
 #: Fences without commands to run.

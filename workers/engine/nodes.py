@@ -1,7 +1,7 @@
 """Hands the plane's configuration from the worker to the followers of an engine on several machines, through Redis.
 
 A follower's ranks need what the worker generates at each start (its boot, the buffers' sizes). Paths, cores and keys are those of each
-machine. A follower joins the start that it was told of, and no other: `ms:node:{worker}`, JSON of `Start`.
+machine. A follower joins the start that it was told of, and no other: `ms:node:{worker}`, JSON of a `PlaneConfig`.
 """
 
 import logging
@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ...broker.ops import redis_open
-from ...schemas.base import Record, from_json, to_json
+from ...schemas.base import from_json, to_json
 from ...schemas.settings import Settings
 from ..runner.config import PlaneConfig
 
@@ -23,12 +23,6 @@ POLL_S, TIMEOUT_S = 0.5, 5.0
 LEASES_GONE = 2.0
 
 
-class Start(Record):
-    """One start of the worker."""
-
-    plane: PlaneConfig
-
-
 def _key(worker: str) -> str:
     return f"ms:node:{worker}"
 
@@ -36,7 +30,7 @@ def _key(worker: str) -> str:
 def publish(settings: Settings, plane: PlaneConfig) -> None:
     """Tell the followers of this start. Raises redis.RedisError."""
     with redis_open.client(settings.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S) as client:
-        client.set(_key(settings.worker_id), to_json(Start(plane=plane)))
+        client.set(_key(settings.worker_id), to_json(plane))
     log.warning("waiting for %d more machines: python -m midstream.workers.follower", settings.nodes - 1)
 
 
@@ -55,7 +49,7 @@ class Worker:
             return None
         data = Path(self._settings.data_dir).resolve()
         return msgspec.structs.replace(
-            from_json(raw, Start).plane,
+            from_json(raw, PlaneConfig),
             relay_url=self._settings.relay_url,
             outbox_dir=str(data / "outbox"),
             spill_dir=str(data / "spill"),

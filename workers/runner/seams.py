@@ -169,6 +169,7 @@ SEAMS: tuple[Seam, ...] = (
         ),
         "engine/vllm.py",
     ),
+    Seam("vllm.v1.executor.multiproc_executor:MultiprocExecutor", ("__init__(vllm_config, monitor_workers)",), "follower.py"),
     Seam("vllm.v1.engine.core_client:AsyncMPClient", ("call_utility_async(method)",), "engine/vllm.py"),
     Seam("vllm.engine.arg_utils:AsyncEngineArgs", ("create_engine_config(usage_context)",), "engine/vllm.py"),
     # Layers
