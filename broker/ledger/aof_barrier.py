@@ -5,7 +5,7 @@ With `appendfsync everysec` Redis writes to the kernel before it answers, with o
 takes long on a busy disk, it holds writes back for up to 2 s but still answers. An answer is passed on as confirmed only after
 `INFO persistence` shows that no earlier write is held back. (`redis_appendfsync = "always"` also covers a machine that dies.)
 Why this and neither `appendfsync always` nor `WAITAOF`: docs/decisions/0014-durability-barrier.md. What replicas promise:
-docs/decisions/0034-failover.md.
+docs/decisions/0036-failover.md.
 """
 
 import asyncio

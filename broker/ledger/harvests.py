@@ -92,7 +92,10 @@ class Harvests:
                     detail = f"this Idempotency-Key was used for {first_id} with a different body"
                     raise MidstreamError("idempotency_mismatch", detail, field="Idempotency-Key")
                 if await self._redis.exists(f"ms:harvest:{first_id}"):
+                    await self._ledger.written()  # whoever submitted it first may not have been told that it is
                     return first_id
+                # That submission ended between the key and the record: from now on the key names this one.
+                await self._redis.set(name, f"{harvest.id}:{body}", ex=self._ledger.settings.result_ttl_s)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hset(
                 f"ms:harvest:{harvest.id}",
@@ -377,7 +380,11 @@ class Harvests:
         fields: dict[str, Any] = {"state": state, "finished": repr(now()), "reason": ""}
         if problem is not None:
             fields["error"] = to_json(problem)
+        parts, done = int(await self._redis.hget(name, "parts") or 0), await self._redis.hkeys(f"ms:harvest-done:{harvest_id}")
+        left = [f"ms:harvest-units:{harvest_id}:{part}" for part in set(range(parts)) - set(map(int, done))]
         async with self._redis.pipeline(transaction=True) as pipe:
+            for each in left:
+                pipe.delete(each)
             pipe.hset(name, mapping=fields).hdel(name, "trouble").hincrby(name, "version", 1)
             pipe.delete(f"ms:harvest-out:{harvest_id}", f"ms:harvest-begun:{harvest_id}").srem("ms:harvests-live", harvest_id)
             for kind in ("harvest", "harvest-done"):

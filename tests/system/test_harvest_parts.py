@@ -41,6 +41,28 @@ async def harvested(rig: Rig, documents: list[str] = DOCUMENTS, **changes: Any) 
         return harvest, await work(rig, runs, harvest.id)
 
 
+def test_a_repeated_submission_waits_until_the_first_is_durable(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    async def scenario(rig: Rig) -> None:
+        waits: list[str] = []
+
+        async def written() -> None:
+            waits.append("")
+
+        monkeypatch.setattr(rig.ledger, "written", written)
+        first, again, third = (stored(rig, ["one"], SITES) for _ in range(3))
+        harvests = Harvests(rig.ledger)
+        assert await harvests.submit(first, ("key", "body")) == first.id
+        assert await harvests.submit(again, ("key", "body")) == first.id
+        assert len(waits) == 2
+        await rig.ledger.redis.delete(f"ms:harvest:{first.id}")  # as if the first had ended before its record was made
+        assert await harvests.submit(again, ("key", "body")) == again.id
+        assert await harvests.submit(third, ("key", "body")) == again.id
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
 def test_a_harvest_is_planned_computed_and_sealed(redis_url: str, tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         harvest, view = await harvested(rig)
@@ -145,6 +167,26 @@ def test_a_cancelled_harvest_has_no_manifest(redis_url: str, tmp_path: Path) -> 
         assert view.state == "cancelled"
         with pytest.raises(MidstreamError, match=r"has no manifest\.json"):
             open(harvest.uri)
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_what_a_cancelled_harvest_had_kept_is_dropped(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        harvests = Harvests(rig.ledger)
+        async with rig.worker() as runs:
+            harvest = await submitted(rig)
+            await work(rig, runs, harvest.id, parts=1)
+        async with rig.worker(fake_token_s=0.005, max_num_seqs=2) as runs:
+            (job, *_) = (await harvests.view(harvest.id)).jobs
+            running = asyncio.create_task(runs.run_part(job))
+            while (await harvests.view(harvest.id)).units_done < 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            runs.stop([job], AttemptOutcome.RELEASED)
+            await running
+        assert await rig.ledger.redis.keys(f"ms:harvest-units:{harvest.id}:*")
+        assert (await harvests.ask(harvest.id, "cancel")).state == "cancelled"
+        assert not await rig.ledger.redis.keys(f"ms:harvest-units:{harvest.id}:*")
 
     Rig(redis_url, tmp_path)(scenario)
 
