@@ -7,6 +7,8 @@ from .probes import ProbeScore
 
 #: Version of the frames between ranks and relay: `[PROTOCOL, kind, epoch, seq u64be, payload]`.
 PROTOCOL = 1
+#: `Receipt.kind` of captures that the artifact store did not take, though nothing is wrong with them: the job waits for the store.
+STORE_AWAY = "store_away"
 
 
 class CapturedFile(Wire):
@@ -59,7 +61,7 @@ class Receipt(Wire):
     message: str = ""
     applied: int = 0  # token rows that an intervention changed, over all layers
     files: list[CapturedFile] = []
-    kind: str = ""  # with `error`: capture_failed | reading_failed | intervention_failed; empty: derived from what the job requested
+    kind: str = ""  # with `error`: capture_failed | reading_failed | intervention_failed | STORE_AWAY; empty: by what the job requested
     consumed: list[Consumed] = []
     global_version: int = 0  # of the global steering that the request began under
     epoch: int = 0  # how often this rank's action ledger was reset: checksums are compared within one epoch

@@ -13,6 +13,7 @@ from .interventions import FAMILY, Family
 from .limits import MAX_DESCRIPTION, MAX_ENTRIES, Name
 from .selectors import Hook, PositionSelector, RequestedPositions, cut_positions, resolve_positions
 from .specs import SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, steering_rows
+from .store_calls import StoreCalls
 
 Entries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
 
@@ -203,6 +204,7 @@ class RankSteering(Record):
     running: int = 0  # requests in the engine's last step, with or without interventions
     queued: int = 0  # requests that waited for it
     kv_cache: float = 0.0  # share of the KV cache in use then, 0 to 1
+    store: dict[str, StoreCalls] = {}  # operation → the rank's requests to object storage since it started
 
 
 WorkerState = Literal["serving", "resyncing", "quarantined"]

@@ -7,7 +7,9 @@ credentials file; else what the machine's role gives. They are in no URI, receip
 import configparser
 import errno
 import os
+import random
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -20,12 +22,17 @@ import obstore
 from obstore.exceptions import BaseError, PreconditionError
 
 from ..schemas.settings import load_settings
+from .calls import CALLS, Call
+from .store import PASSING
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Of one request, which moves a part at most. A request that fails for a passing reason is repeated, and given up after `RETRY_S`.
-CONNECT_S, REQUEST_S, RETRIES, RETRY_S = 5, 60, 10, 30
+#: Of one request, which moves a part at most. A request that fails for a passing reason is repeated, and given up after `RETRY_S`:
+#: before steps of an engine that wait for the writers give up (`workers.runner.overload`).
+CONNECT_S, REQUEST_S, RETRIES, RETRY_S = 5, 60, 12, 20
+#: Seconds between the tries of a request.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 #: Of a test write: who asks waits for it.
 PROBE_S = 5
 #: Requests of this process at a time, over all its stores.
@@ -55,6 +62,16 @@ _REASONS: dict[str, tuple[int, str]] = {
     "403": (errno.EACCES, "it refuses the credentials"),
     "429": (errno.EBUSY, "it asks to slow down"),
 }
+#: Error number → how a request is counted; else `error`.
+_OUTCOMES: dict[int | None, str] = {
+    errno.ENOENT: "missing",
+    errno.ERANGE: "missing",
+    errno.ESTALE: "stale",
+    errno.EACCES: "refused",
+    errno.ENXIO: "refused",
+    errno.ENOSPC: "full",
+    errno.EDQUOT: "full",
+}
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
 #: In what obstore says of a request without an answer.
@@ -75,8 +92,8 @@ class Address(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def client(address: Address, quick: bool = False) -> Any:
-    """`quick`: fail within seconds, without further tries. Raises SettingsError, OSError."""
+def client(address: Address, quick: bool = False, repeats: bool = False) -> Any:
+    """`quick`: fail within seconds. `repeats`: it repeats requests itself, as for an upload in parts. Raises SettingsError, OSError."""
     config = _credentials() | {"endpoint": address.endpoint, "region": address.region}
     seconds = PROBE_S if quick else REQUEST_S
     endpoint = address.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
@@ -86,8 +103,8 @@ def client(address: Address, quick: bool = False) -> Any:
         "timeout": timedelta(seconds=seconds),
     }
     retries: dict[str, Any] = {
-        "max_retries": 0 if quick else RETRIES,
-        "retry_timeout": timedelta(seconds=seconds if quick else RETRY_S),
+        "max_retries": RETRIES if repeats else 0,
+        "retry_timeout": timedelta(seconds=RETRY_S),
         "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
     }
     return obstore.store.S3Store(
@@ -126,6 +143,37 @@ def together(action: Callable[[T], R], items: Iterable[T]) -> list[R]:
     return [future.result() for future in futures]
 
 
+def ask(address: Address, operation: str, action: Callable[[Any, Call], T], key: str = "") -> T:
+    """What `action(client, call)` returns, repeated while it fails for a passing reason. Counted under `operation`. Raises OSError."""
+    until, pause = time.monotonic() + RETRY_S, FIRST_PAUSE_S
+    for left in reversed(range(RETRIES + 1)):
+        try:
+            with counted(operation) as call, explained(address, key):
+                return action(client(address), call)
+        except OSError as error:
+            if error.errno not in PASSING or not left or time.monotonic() + pause > until:
+                raise
+        time.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+        CALLS.repeated(operation)
+    raise AssertionError("the last try returns or raises")
+
+
+@contextmanager
+def counted(operation: str) -> Iterator[Call]:
+    with CALLS.call(operation) as call:
+        try:
+            yield call
+        except BaseException as error:
+            call.outcome, call.size = _outcome(error), 0
+            raise
+
+
+def _outcome(error: BaseException) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    return "away" if number in PASSING else _OUTCOMES.get(number, "error")
+
+
 @contextmanager
 def explained(address: Address, key: str = "") -> Iterator[None]:
     """Errors of obstore as OSErrors: FileNotFoundError for a key that is not there, `Stale`, PermissionError, TimeoutError, …"""
@@ -147,7 +195,7 @@ def as_os_error(address: Address, key: str, error: Exception) -> OSError:
     if (reason := _REASONS.get(code) or _REASONS.get(status)) is not None:
         return OSError(reason[0], f"{where}: {reason[1]}" + (f" ({code})" if code else ""))
     if status:
-        return OSError(errno.EIO, f"{where} answers {status}" + (f" ({code})" if code else ""))
+        return OSError(errno.EBUSY if status.startswith("5") else errno.EIO, f"{where} answers {status}" + (f" ({code})" if code else ""))
     if _METADATA in text[0]:
         return PermissionError(errno.EACCES, f"{where}: there are no credentials: set artifact_access_key and artifact_secret_key")
     if _TIMEOUT.search(text[0] + text[2]):

@@ -22,7 +22,8 @@ import obstore
 from ..schemas.captures import SEGMENTS, index_of
 from ..schemas.disk import disk_trouble
 from ..schemas.faults import crash_point
-from .s3_client import Address, Stale, client, explained, together
+from .calls import Call
+from .s3_client import Address, Stale, ask, client, counted, explained, together
 from .store import Buffer, NotInPlaceError, check_key
 
 T = TypeVar("T")
@@ -33,6 +34,8 @@ DELETED, REFERENCES, PROBE = ".deleted", ".segments", ".probe"
 _JOB = re.compile(rb'"job":"([^"\\/]+)"')
 #: Bytes of a part of an upload or a download; S3 takes 10,000 parts, so that an object has 80 GiB at most.
 PART, MAX_PARTS = 8 << 20, 10_000
+#: Bytes of a segment with several blobs: erasing one holds all of them in memory.
+REWRITTEN = 16 << 20
 #: Parts of one object: under way at a time, and waiting.
 _UNDER_WAY, _WAITING = 4, 2
 #: A read fetches at least this much, so that a header, or a small blob, is one request and one version of its object; one that goes
@@ -40,6 +43,8 @@ _UNDER_WAY, _WAITING = 4, 2
 _READ_AHEAD = 256 << 10
 #: What changes while it is read or erased is tried again this often.
 _TRIES = 10
+#: Objects deleted with one request, as S3 allows.
+_AT_ONCE = 1000
 #: An answer that is shorter than it should be, and says so, is asked for again. (One that is cut is obstore's to repeat.)
 _SHORT_TRIES = 3
 #: Seconds for which the outcome of a test write is kept: one that succeeded, one that failed.
@@ -69,6 +74,10 @@ class S3Store:
         options = urlencode([(name, value) for name in _OPTIONS if (value := getattr(self.address, name))])
         return self.link("") + (f"?{options}" if options else "")
 
+    @property
+    def rewritten_bytes(self) -> int:
+        return REWRITTEN
+
     def prepare(self) -> None:
         self.marks()
 
@@ -76,8 +85,7 @@ class S3Store:
         return _troubles.of(self)
 
     def used(self) -> int:
-        with explained(self.address):
-            return sum(each["size"] for batch in obstore.list(self.client, chunk_size=1000) for each in batch)
+        return self.ask("list", lambda s3, _: sum(each["size"] for batch in obstore.list(s3, chunk_size=1000) for each in batch))
 
     def writer(self) -> "S3Writer":
         return S3Writer(self)
@@ -92,8 +100,7 @@ class S3Store:
         return self.head(key)[0]
 
     def children(self, folder: str = "") -> list[str]:
-        with explained(self.address, folder):
-            found = obstore.list_with_delimiter(self.client, folder or None)
+        found = self.ask("list", lambda s3, _: obstore.list_with_delimiter(s3, folder or None), folder)
         keys = [*(f"{path}/" for path in found["common_prefixes"]), *(each["path"] for each in found["objects"])]
         return sorted(key for key in keys if key != folder and not key.removeprefix(folder).startswith("."))
 
@@ -109,12 +116,13 @@ class S3Store:
             return obstore.sign(client(address), "GET", check_key(key), timedelta(seconds=seconds))
 
     def delete(self, key: str) -> None:
-        with explained(self.address, key):
-            if not key.endswith("/"):
-                obstore.delete(self.client, check_key(key))
-                return
-            for batch in obstore.list(self.client, check_key(key), chunk_size=1000):
-                obstore.delete(self.client, [each["path"] for each in batch])
+        check_key(key)
+        if not key.endswith("/"):
+            self.ask("delete", lambda s3, _: obstore.delete(s3, key), key)
+            return
+        found = self.paths(key)
+        for at in range(0, len(found), _AT_ONCE):
+            self.ask("delete", lambda s3, _, at=at: obstore.delete(s3, found[at : at + _AT_ONCE]), key)  # type: ignore[misc]
 
     def erase(self, key: str, ranges: Sequence[tuple[int, int]]) -> bool:
         """The object is replaced by one with zeros, unless another process has just done so: then by that one with more zeros."""
@@ -125,8 +133,7 @@ class S3Store:
                 self.fetch(key, tag, 0, memoryview(content))
                 for offset, length in ranges:
                     content[offset : offset + length] = bytes(length)
-                with explained(self.address, key):
-                    obstore.put(self.client, key, content, use_multipart=False, mode={"e_tag": tag})
+                self.put(key, content, mode={"e_tag": tag})
                 return True
         raise OSError(errno.EBUSY, f"{self.link(key)} is being changed by other processes")
 
@@ -134,30 +141,26 @@ class S3Store:
         return True
 
     def mark(self, name: str) -> None:
-        with explained(self.address):
-            obstore.put(self.client, check_key(f"{DELETED}/{name}"), b"", use_multipart=False)
+        self.put(check_key(f"{DELETED}/{name}"), b"")
 
     def unmark(self, name: str) -> None:
         self.delete(f"{REFERENCES}/{name}/")
         self.delete(f"{DELETED}/{name}")
 
     def segments(self, job: str) -> list[str]:
-        folder = check_key(f"{REFERENCES}/{job}")
-        with explained(self.address):
-            paths = [each["path"] for batch in obstore.list(self.client, folder, chunk_size=1000) for each in batch]
+        paths = self.paths(check_key(f"{REFERENCES}/{job}"))
         return sorted(f"{tag}/{SEGMENTS}/{name}" for tag, name in (path.split("/")[-2:] for path in paths))
 
     def marked(self, name: str) -> bool:
+        key = check_key(f"{DELETED}/{name}")
         try:
-            with explained(self.address):
-                obstore.head(self.client, check_key(f"{DELETED}/{name}"))
+            self.ask("head", lambda s3, _: obstore.head(s3, key), key)
         except FileNotFoundError:
             return False
         return True
 
     def marks(self) -> list[str]:
-        with explained(self.address):
-            found = obstore.list_with_delimiter(self.client, DELETED)
+        found = self.ask("list", lambda s3, _: obstore.list_with_delimiter(s3, DELETED))
         return sorted(each["path"].rpartition("/")[2] for each in found["objects"])
 
     def together(self, action: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -167,11 +170,28 @@ class S3Store:
     def client(self) -> Any:
         return client(self.address)
 
+    def ask(self, operation: str, action: Callable[[Any, Call], T], key: str = "") -> T:
+        return ask(self.address, operation, action, key)
+
+    def put(self, key: str, content: Buffer, **more: Any) -> str:
+        """The ETag of the object. Raises OSError, and Stale if it had another one than `mode` says."""
+
+        def put(s3: Any, call: Call) -> str:
+            call.size = len(content)
+            return obstore.put(s3, key, content, use_multipart=False, **more)["e_tag"] or ""
+
+        return self.ask("put", put, key)
+
+    def paths(self, folder: str) -> list[str]:
+        """The keys of all objects below it."""
+        return self.ask(
+            "list", lambda s3, _: [each["path"] for batch in obstore.list(s3, folder, chunk_size=1000) for each in batch], folder
+        )
+
     def head(self, key: str) -> tuple[int, str]:
         """Size and ETag. Raises OSError, ValueError."""
         try:
-            with explained(self.address, check_key(key)):
-                found = obstore.head(self.client, key)
+            found = self.ask("head", lambda s3, _: obstore.head(s3, check_key(key)), key)
         except OSError:  # the answer to HEAD does not say why: a missing bucket reads as a missing key, a wrong key as any refusal
             self.marks()
             raise
@@ -184,14 +204,19 @@ class S3Store:
             stop = min(at + PART, len(into))
             options: Any = {"range": (start + at, start + stop)} | ({"if_match": tag} if tag else {})
             for _ in range(_SHORT_TRIES):
-                with explained(self.address, key):
-                    found = obstore.get(self.client, key, options=options).bytes()
+                found = self.ask("get", lambda s3, call: _body(obstore.get(s3, key, options=options), call), key)
                 if len(found) == stop - at:
                     into[at:stop] = memoryview(found)
                     return
             raise OSError(errno.EIO, f"{self.link(key)}: {len(found)} of {stop - at} bytes arrived")
 
         _each(part, range(0, len(into), PART))
+
+
+def _body(found: Any, call: Call) -> Any:
+    content = found.bytes()
+    call.size = len(content)
+    return content
 
 
 def _each(action: Callable[[T], object], items: Sequence[T]) -> None:
@@ -213,15 +238,17 @@ class S3Handle:
     def _look(self) -> None:
         """At the size and the version, and at the beginning, for it is one request."""
         try:
-            with explained(self._store.address, self._key):
-                found = obstore.get(self._store.client, self._key, options={"range": (0, _READ_AHEAD)})
-                self.size, self._tag, content = found.meta["size"], found.meta["e_tag"] or "", found.bytes()
+            self.size, self._tag, content = self._store.ask("get", self._begin, self._key)
         except OSError as error:
             if error.errno != errno.ERANGE:
                 raise
             (self.size, self._tag), content = self._store.head(self._key), obstore.Bytes(b"")  # it is empty
         if len(content) == min(self.size, _READ_AHEAD):
             self._start, self._ahead = 0, memoryview(content)
+
+    def _begin(self, s3: Any, call: Call) -> tuple[int, str, Any]:
+        found = obstore.get(s3, self._key, options={"range": (0, _READ_AHEAD)})
+        return found.meta["size"], found.meta["e_tag"] or "", _body(found, call)
 
     def read(self, start: int, count: int) -> bytes:
         count = min(count, self.size - start)
@@ -293,8 +320,7 @@ class _Upload:
     def complete(self) -> None:
         """When this returns, the store has it. Raises OSError."""
         if self._thread is None:
-            with explained(self._store.address, self.key):
-                self._tag = obstore.put(self._store.client, self.key, self._held, use_multipart=False)["e_tag"] or ""
+            self._tag = self._store.put(self.key, self._held)
             return
         self._pass_on(self._held)
         self._pass_on(None)
@@ -331,10 +357,10 @@ class _Upload:
 
     def _run(self) -> None:
         try:
-            with explained(self._store.address, self.key):
-                put = obstore.put(
-                    self._store.client, self.key, self._iterate(), use_multipart=True, chunk_size=PART, max_concurrency=_UNDER_WAY
-                )
+            with counted("upload") as call, explained(self._store.address, self.key):
+                s3 = client(self._store.address, repeats=True)
+                put = obstore.put(s3, self.key, self._iterate(), use_multipart=True, chunk_size=PART, max_concurrency=_UNDER_WAY)
+                call.size = self.size
             self._tag = put["e_tag"] or ""
         except BaseException as error:
             self._error = error.with_traceback(None)
@@ -368,6 +394,8 @@ class S3Writer:
         self._uploads.clear()
 
     def abort(self) -> None:
+        """What is known of the store does not count any more: perhaps it is away."""
+        _troubles.forget(self._store)
         for upload in self._uploads.values():
             upload.drop()
         self._uploads.clear()
@@ -420,9 +448,13 @@ class _Troubles:
                 self._known[store] = time.monotonic() + (_BAD_S if found else _GOOD_S), found
             return found
 
+    def forget(self, store: S3Store) -> None:
+        with self._lock:
+            self._known.pop(store, None)
+
     def _look(self, store: S3Store) -> str:
         try:
-            with explained(store.address):
+            with counted("probe"), explained(store.address):
                 obstore.put(client(store.address, quick=True), PROBE, b"midstream", use_multipart=False)
         except OSError as error:
             full = disk_trouble(error)

@@ -5,6 +5,7 @@ rename and no append to an object that is complete, so that object storage can i
 raises: FileNotFoundError for a key that is not there, PermissionError, and so on. See docs/decisions/0012-artifact-store.md.
 """
 
+import errno
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -17,6 +18,9 @@ from typing import Protocol, Self, TypeVar, runtime_checkable
 T = TypeVar("T")
 R = TypeVar("R")
 Buffer = bytes | bytearray | memoryview
+
+#: Errors that say nothing about what was asked: the store was not reached, did not answer, or asked to come again.
+PASSING = frozenset({errno.EBUSY, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET})
 
 _SCHEME = re.compile(r"([a-z][a-z0-9]*)://")
 
@@ -116,6 +120,15 @@ class Referring(Protocol):
 
     def segments(self, job: str) -> list[str]:
         """The keys of those that hold blobs of the job, or may; sorted. Forgotten by `unmark(job)`. Raises OSError."""
+
+
+@runtime_checkable
+class Rewriting(Protocol):
+    """What a store may have to do: replace the whole segment to erase in it, which is in memory meanwhile."""
+
+    @property
+    def rewritten_bytes(self) -> int:
+        """What a segment with several blobs should have at most. One with a single blob is never rewritten, but deleted."""
 
 
 class Segment(Protocol):

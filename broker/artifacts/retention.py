@@ -16,7 +16,7 @@ from ...schemas.blobs import DamagedBlob
 from ...schemas.captures import SEGMENT_SUFFIX, SEGMENTS, BlobEntry, index_of
 from ...schemas.errors import MidstreamError
 from ...storage.blobs import read_entries
-from ...storage.store import ArtifactStore, Referring
+from ...storage.store import ArtifactStore, Referring, Rewriting
 
 log = logging.getLogger(__name__)
 
@@ -139,9 +139,12 @@ def _empty(store: ArtifactStore, segment: str, jobs: frozenset[str]) -> set[str]
     """Erase the jobs' blobs in a segment, and delete it when nothing is left in it. Returns the jobs still there."""
     try:
         entries = _entries(store, segment, jobs)
-        if entries and not store.erase(segment, [(entry.offset, entry.bytes) for entry in entries]):
+        if entries and isinstance(store, Rewriting) and len(entries) == _count(store, segment):
+            store.delete(segment)  # nothing of other jobs is in it
+            store.delete(index_of(segment))
+        elif entries and not store.erase(segment, [(entry.offset, entry.bytes) for entry in entries]):
             return {entry.manifest.job for entry in entries}
-        if store.sealed(segment) and _is_dead(store, segment):
+        elif store.sealed(segment) and _is_dead(store, segment):
             store.delete(segment)
             store.delete(index_of(segment))
     except FileNotFoundError:  # another process has removed it
@@ -160,6 +163,14 @@ def _entries(store: ArtifactStore, segment: str, jobs: frozenset[str]) -> list[B
             return [entry for job in jobs for entry in _entries(store, segment, frozenset([job]))]
         _tell_damage(store, segment, error)
     return found
+
+
+def _count(store: ArtifactStore, segment: str) -> int:
+    """How many blobs it has had; 0 where a line of its index is damaged."""
+    try:
+        return sum(1 for _ in read_entries(store, index_of(segment)))
+    except DamagedBlob:
+        return 0
 
 
 def _is_dead(store: ArtifactStore, segment: str) -> bool:

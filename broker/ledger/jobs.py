@@ -240,16 +240,19 @@ class Ledger:
     # ---- the worker's side -----------------------------------------------------------------------------------------
 
     @reachable
-    async def claim(self, job_id: str, worker: str, boot: str, ranks: int, global_version: int = 0, everyone: bool = False) -> Claim | None:
+    async def claim(
+        self, job_id: str, worker: str, boot: str, ranks: int, global_version: int = 0, everyone: bool = False, away: str = ""
+    ) -> Claim | None:
         """Take a queued job: running, attempt + 1, leased for `lease_s`. None if another worker has it, or it has ended.
 
         With replicas, they know of it before it is returned.
 
         `ranks`: number of receipts that each request with an intervention or a capture will get. `global_version`: of the global
         steering that this attempt will run under from start to end; `everyone`: it steers something, so every request gets
-        receipts. Raises not_found; ClaimRefused while another version is desired, or while the worker's ranks disagree.
+        receipts. `away`: why this worker's artifact store takes nothing: then a job whose captures go there is left to wait for it, at
+        most `artifact_wait_s`. Raises not_found; ClaimRefused while another version is desired, or while the worker's ranks disagree.
         """
-        arguments = scripts.claim(self.settings, job_id, worker, boot, ranks, global_version, everyone)
+        arguments = scripts.claim(self.settings, job_id, worker, boot, ranks, global_version, everyone, away)
         outcome, *rest = await self._scripts.claim(args=arguments)
         if outcome == b"unknown":
             raise not_found(job_id)

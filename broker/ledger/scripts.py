@@ -21,7 +21,7 @@ from ...schemas.keys import unscoped
 from ...schemas.limits import MAX_COUNT, MAX_PROBES, MAX_WATCHING
 from ...schemas.loras import use_of
 from ...schemas.probes import Probe
-from ...schemas.receipts import LostRange, Receipt
+from ...schemas.receipts import STORE_AWAY, LostRange, Receipt
 from ...schemas.settings import Settings
 from ...schemas.source_runs import Run
 from ...schemas.steering import Module, Proposal
@@ -36,6 +36,8 @@ from .tenants import limits_of
 
 #: A job that has been queued this long without being claimed is searched for in the broker's lists.
 QUEUED_LOOK_S = 10.0
+#: A job that waits for the artifact store is sent again after this many seconds.
+SHELVED_S = 10.0
 #: Kinds of job whose workers read their receipts from the ticket: those neither count towards the job nor fail it.
 READS_RECEIPTS = ("sweep", "harvest")
 #: Limit on a sweep's events other than cells: every attempt has a few.
@@ -113,6 +115,8 @@ def _tables() -> str:
             f"local SWEEP_EVENTS = {SWEEP_EVENTS}",
             f"local READS_RECEIPTS = {_lua(dict.fromkeys(READS_RECEIPTS, True))}",
             f"local MARK_TTL_S = {MARK_TTL_S}",
+            f"local SHELVED_S = {SHELVED_S}",
+            f"local STORE_AWAY = {_lua(STORE_AWAY)}",
         ]
     )
 
@@ -135,7 +139,7 @@ def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]
     return script_arguments.pack(
         now() if at is None else at, result_ttl=settings.result_ttl_s, event_limit=settings.event_limit,
         max_attempts=settings.max_attempts, on_desync=settings.on_desync, window=settings.dispatch_window,
-        channels=channels_of(settings.redis_url), **own,
+        store_wait=settings.artifact_wait_s, channels=channels_of(settings.redis_url), **own,
     )  # fmt: skip
 
 
@@ -215,11 +219,13 @@ def submit(
     )
 
 
-def claim(settings: Settings, job_id: str, worker: str, boot: str, ranks: int, global_version: int, everyone: bool) -> list[bytes]:
+def claim(
+    settings: Settings, job_id: str, worker: str, boot: str, ranks: int, global_version: int, everyone: bool, away: str = ""
+) -> list[bytes]:
     """Includes a unique id that identifies the call if redis-py repeats it."""
     return pack(
         settings, id=job_id, worker=worker, boot=boot, ranks=ranks, lease_s=settings.lease_s, global_version=global_version,
-        everyone=everyone, call=secrets.token_hex(8),
+        everyone=everyone, call=secrets.token_hex(8), away=away,
     )  # fmt: skip
 
 

@@ -6,15 +6,18 @@ each scrape, from what the ledger, the workers and their ranks report. A process
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ...schemas.models import WorkerStats
 from ...schemas.status import Status
 from ...schemas.steering import RankSteering, WorkerSteering
+from ...schemas.store_calls import BOUNDS, StoreCalls
+from ...storage.calls import CALLS
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # an unused second series for every counter
 
@@ -201,6 +204,46 @@ def _rank(name: str, grows: bool, words: str, value: Callable[[RankSteering], fl
 
     return Reading(f"rank_{name}", CounterMetricFamily if grows else GaugeMetricFamily, words, ("model", "rank"), samples)
 
+
+class StoreReadings(Collector):
+    """Requests to object storage, of this process and of the ranks that report to it. `sources`: each gives operation → counts."""
+
+    _BOUNDS = (*map(str, BOUNDS), "+Inf")
+
+    def __init__(self) -> None:
+        self.sources: list[Callable[[], Iterable[Mapping[str, StoreCalls]]]] = [lambda: [CALLS.read()]]
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(self._families())
+
+    def collect(self) -> Iterator[Metric]:
+        requests, retries, size, seconds = families = self._families()
+        of: dict[str, list[StoreCalls]] = {}
+        for operation, calls in (item for source in self.sources for counts in source() for item in counts.items()):
+            of.setdefault(operation, []).append(calls)
+        for operation, each in sorted(of.items()):
+            outcomes = sum((Tally(calls.outcomes) for calls in each), Tally())
+            for outcome, count in sorted(outcomes.items()):
+                requests.add_metric((operation, outcome), count)
+            retries.add_metric((operation,), sum(calls.retries for calls in each))
+            size.add_metric((operation,), sum(calls.bytes for calls in each))
+            counts = accumulate(map(sum, zip(*(calls.buckets for calls in each), strict=True)))
+            buckets = [(bound, float(count)) for bound, count in zip(self._BOUNDS, counts, strict=True)]
+            seconds.add_metric((operation,), buckets, sum(calls.seconds for calls in each))
+        return iter(families)
+
+    def _families(self) -> tuple[CounterMetricFamily, CounterMetricFamily, CounterMetricFamily, HistogramMetricFamily]:
+        name = "midstream_store"
+        return (
+            CounterMetricFamily(f"{name}_requests", "Requests to object storage, by outcome", labels=["operation", "outcome"]),
+            CounterMetricFamily(f"{name}_retries", "Requests that were repeated for a passing reason", labels=["operation"]),
+            CounterMetricFamily(f"{name}_bytes", "Bytes of bodies sent or received", labels=["operation"]),
+            HistogramMetricFamily(f"{name}_seconds", "Duration of a request, or of an upload in parts", labels=["operation"]),
+        )
+
+
+STORE = StoreReadings()
+REGISTRY.register(STORE)
 
 GROWS, VARIES = True, False
 #: Of one worker, in its own process.

@@ -2,6 +2,7 @@
 of each."""
 
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -339,14 +340,14 @@ def _draw_norms(console: Console, reader: CaptureReader, prompt: str) -> None:
 
 
 def _farewell(console: Console, settings: Settings, job: str, seconds: float) -> None:
-    folder = _short(settings.capture_root / "demo" / job)
+    store, shown = _kept_in(settings, job)
     command = _command()
     console.print()
     console.rule(f"[bold]Done in {seconds:.0f} s[/]", align="left")
-    _line(console, f"captures: {_short(settings.capture_root)}\n")
+    _line(console, f"captures: {escape(store)}\n")
     _line(console, "Try next:")
     tries = (
-        (f"{command} capture show {folder} --values {LAYER}", "print the rows of the first prompt"),
+        (f"{command} capture show {shown} --values {LAYER}", "print the rows of the first prompt"),
         (f"{command} up", "run the stack until Ctrl-C; then, in another terminal:"),
         (f'{command} submit "The sky is" --layers all --positions all_prompt', "capture the activations of your own prompt"),
         (
@@ -359,6 +360,14 @@ def _farewell(console: Console, settings: Settings, job: str, seconds: float) ->
         _line(console, f"  [dim]# {why}[/]")
         _line(console, f"  [bold]{escape(line)}[/]")
     console.print()
+
+
+def _kept_in(settings: Settings, job: str) -> tuple[str, str]:
+    """Where the captures are, and what `capture show` needs to find the job's."""
+    store = settings.artifacts
+    if "://" in store:
+        return store, f"{shlex.quote(store)} --job {job}"
+    return _short(Path(store)), shlex.quote(_short(Path(store) / "demo" / job))
 
 
 def _line(console: Console, text: str) -> None:

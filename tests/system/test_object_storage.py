@@ -24,6 +24,7 @@ from midstream.schemas.jobs import State
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.source_runs import RunRow, row_name, run_key
 from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.storage.s3_client import RETRY_S
 from midstream.storage.s3_store import S3Store, open_store
 from midstream.workers.fake.model import NUM_LAYERS, residual_rows
 
@@ -202,7 +203,7 @@ def test_a_store_that_is_away_for_seconds_costs_time_alone(stack: Apart, client:
     check(client.capture(job))
 
 
-def test_a_store_that_refuses_fails_captures_with_the_reason_until_it_is_back(stack: Apart, client: Client, proxy: FaultProxy) -> None:
+def test_captures_wait_for_a_store_that_refuses_until_it_is_back(stack: Apart, client: Client, proxy: FaultProxy) -> None:
     body = {"model": "fake-model", "prompts": ["one"], "capture": {"layers": [1], "tag": "away"}}
     proxy.keys = {s3_kit.ACCESS_KEY: "rotated"}
     try:
@@ -210,18 +211,37 @@ def test_a_store_that_refuses_fails_captures_with_the_reason_until_it_is_back(st
         detail = httpx.post(f"{stack.url}/v1/jobs", json=body).json()["detail"]
         assert "the secret key does not belong to the access key" in detail
         await_that(lambda: not stack.do(lambda ledger: ledger.workers())[0].healthy, "the worker is unhealthy")
-        accepted = stack.wait(stack.submit(["one"], capture=capture("away")))  # before it was noticed
-        assert (accepted.state, accepted.error and accepted.error.type) == (State.FAILED, "urn:midstream:capture_failed")
-        assert accepted.error is not None
-        assert "the secret key does not belong to the access key" in accepted.error.detail
+        accepted = stack.submit(["one"], capture=capture("away"))  # before it was noticed
         assert stack.wait(stack.submit(["one"])).state is State.SUCCEEDED
+        time.sleep(3)
+        assert stack.do(lambda ledger: ledger.view(accepted)).state is State.QUEUED
     finally:
         proxy.keys = {s3_kit.ACCESS_KEY: s3_kit.SECRET_KEY}
     await_that(lambda: httpx.post(f"{stack.url}/v1/jobs", json=body).status_code == 202, "captures are accepted again")
     await_that(lambda: stack.do(lambda ledger: ledger.workers())[0].healthy, "the worker is healthy again")
     later = stack.submit(["one"], capture=capture("away"))
-    assert stack.wait(later).state is State.SUCCEEDED
-    check(client.capture(later))
+    for job in (accepted, later):
+        assert stack.wait(job).state is State.SUCCEEDED
+        check(client.capture(job))
+
+
+def test_an_outage_longer_than_all_retries_costs_no_job(stack: Apart, client: Client, proxy: FaultProxy) -> None:
+    """Longer than requests are repeated, for jobs that run when it begins and for jobs that come after it was noticed."""
+    first = [stack.submit(["x" * 40], max_tokens=16, capture=capture("long")) for _ in range(6)]
+    proxy.stop()
+    began = time.monotonic()
+    try:
+        await_that(lambda: not stack.do(lambda ledger: ledger.workers())[0].healthy, "the worker is unhealthy")
+        second = [stack.submit(["one"], capture=capture("long")) for _ in range(6)]
+        time.sleep(max(0.0, began + 1.5 * RETRY_S - time.monotonic()))
+        views = [stack.do(lambda ledger, job=job: ledger.view(job)) for job in second]
+        assert {(view.state, view.attempt) for view in views} == {(State.QUEUED, 0)}, "none is begun in vain"
+        assert stack.wait(stack.submit(["one"])).state is State.SUCCEEDED, "others run"
+    finally:
+        proxy.start()
+    for job in (*first, *second):
+        assert stack.wait(job).state is State.SUCCEEDED
+        check(client.capture(job))
 
 
 def test_an_upload_that_is_refused_fails_its_job_alone(stack: Apart, proxy: FaultProxy) -> None:

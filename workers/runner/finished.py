@@ -148,6 +148,7 @@ class Outcome:
     """What a consumer made of one capture."""
 
     error: str = ""  # why it failed; empty: it did not
+    away: bool = False  # with `error`: the store takes nothing now, and would take this later
     files: tuple[CapturedFile, ...] = ()  # durable when this is returned
     rows: bytes = b""  # to come back in the receipt
 

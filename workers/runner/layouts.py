@@ -17,14 +17,19 @@ from ...broker.artifacts.retention import Usage
 from ...schemas.captures import SEGMENT_SUFFIX, SEGMENTS
 from ...schemas.receipts import CapturedFile
 from ...storage.blobs import SEGMENT_ALIGNMENT, Blob, append, make_blob, publish
-from ...storage.store import ArtifactStore, NotInPlaceError, Segment
+from ...storage.store import PASSING, ArtifactStore, NotInPlaceError, Rewriting, Segment
 from .finished import FinishedCapture, Outcome
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Sites = dict[str, list[int]]
+Write = Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]
 
+#: What a position takes in a blob besides its rows, about: two integers, and their text in the manifest.
+_POSITION_BYTES = 32
+#: A store that takes test writes but answers so for this many captures of a group is asked no more for the others.
+_PASSING_TRIES = 2
 #: Segments that one writer keeps open: one per tag, those used last.
 _OPEN_SEGMENTS = 16
 
@@ -88,6 +93,8 @@ class Filesystem:
         self._owner = f"{config.owner}-{thread}"
         self._numbers = itertools.count()
         self._segments: OrderedDict[str, Segment] = OrderedDict()  # tag → the one appended to
+        #: The last write failed because the store takes nothing.
+        self.away = False
         try:
             config.store.prepare()
         except OSError as error:  # every write reports it again, to its own request
@@ -100,10 +107,47 @@ class Filesystem:
         for number, capture in enumerate(captures):
             layout = self._layout(capture)
             groups.setdefault(("segment", capture.capture.tag) if layout == "segment" else ("files", ""), []).append(number)
-        for (kind, _), numbers in groups.items():
+        parts = [(kind, part) for (kind, _), numbers in groups.items() for part in self._parts(kind, numbers, captures)]
+        for kind, numbers in parts:
             write = self._append if kind == "segment" else self._publish
-            for number, outcome in zip(numbers, each(write, [captures[n] for n in numbers]), strict=True):
-                outcomes[number] = Outcome(error=_reason(outcome)) if isinstance(outcome, Exception) else outcome
+            for number, outcome in zip(numbers, self._each(write, [captures[n] for n in numbers]), strict=True):
+                outcomes[number] = outcome
+        return outcomes
+
+    def _parts(self, kind: str, group: list[int], captures: Sequence[FinishedCapture]) -> list[list[int]]:
+        """Numbers of captures that are written together: those of a segment are so few that it can be rewritten in memory."""
+        store = self._config.store
+        if kind != "segment" or not isinstance(store, Rewriting):
+            return [group]
+        parts, size = list[list[int]](), 0
+        for number in group:
+            more = captures[number].size + _POSITION_BYTES * len(captures[number].positions) + SEGMENT_ALIGNMENT
+            if not parts or size + more > store.rewritten_bytes:
+                parts.append([])
+                size = 0
+            parts[-1].append(number)
+            size += more
+        return parts
+
+    def _each(self, write: Write, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+        """`write` on the group; if that fails, on each alone. While the store takes nothing, nothing is tried: rows must not pile up."""
+        if self.away and (trouble := self._config.store.trouble()):
+            return [Outcome(error=_reason(trouble), away=True)] * len(captures)
+        try:
+            outcomes = list(write(captures))
+        except Exception as error:
+            self.away = isinstance(error, OSError) and bool(self._config.store.trouble())
+            passes = isinstance(error, OSError) and error.errno in PASSING
+            failed = Outcome(error=_reason(error), away=self.away or passes)
+        else:
+            self.away = False
+            return outcomes
+        if self.away or len(captures) == 1:
+            return [failed] * len(captures)
+        outcomes = []
+        for capture in captures:
+            waiting = [outcome for outcome in outcomes if outcome.away]
+            outcomes += waiting[-1:] if len(waiting) >= _PASSING_TRIES else self._each(write, [capture])
         return outcomes
 
     def close(self) -> None:
@@ -174,7 +218,7 @@ def each(action: Callable[[Sequence[T]], Sequence[Outcome]], items: Sequence[T])
     return [outcome for item in items for outcome in each(action, [item])]
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception | str) -> str:
     return f"write failed: {error}"
 
 

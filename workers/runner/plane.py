@@ -27,6 +27,7 @@ from ...schemas.routing import RoutingKind
 from ...schemas.selectors import select
 from ...schemas.specs import RankSpec, StoredSteering, columns_of, steering_rows, touched
 from ...schemas.version import __version__
+from ...storage.calls import CALLS
 from ...storage.file_store import scratch
 from ...storage.store import open_store
 from .actions import ActionLedger
@@ -271,6 +272,7 @@ class DataPlane:
             "running": self.load.running,
             "queued": self.load.queued,
             "kv_cache": self.load.kv_cache,
+            "store": msgspec.to_builtins(CALLS.read()),
         }
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from ...broker.artifacts.retention import Usage
 from ...broker.receipts.outbox import Outbox
 from ...schemas.harvest_work import HARVEST, WRITE_FAILED
 from ...schemas.readings import READER
-from ...schemas.receipts import CapturedFile, Consumed, Receipt
+from ...schemas.receipts import STORE_AWAY, CapturedFile, Consumed, Receipt
 from ...storage.store import open_store
 from .consumers import BUILT_IN, Logging, Memory, installed
 from .finished import Consumer, FinishedCapture, Outcome
@@ -70,6 +70,7 @@ class _Report:
     failed: list[str] = field(default_factory=list)  # reasons for `error`
     missing: list[str] = field(default_factory=list)  # reasons for `partial`
     kind: str = "capture_failed"  # of the `error`
+    away: int = 0  # how many of `failed` are only because the store takes nothing now
 
     def receipt(self) -> Receipt:
         """The job's receipt with all of this in it; one that was an error before stays one, for its own reason."""
@@ -77,7 +78,8 @@ class _Report:
         if receipt.status == "error" or not (self.failed or self.missing):
             return receipt
         if self.failed:
-            return msgspec.structs.replace(receipt, status="error", kind=self.kind, message=_cut("; ".join(self.failed)))
+            kind = STORE_AWAY if self.away == len(self.failed) else self.kind
+            return msgspec.structs.replace(receipt, status="error", kind=kind, message=_cut("; ".join(self.failed)))
         return msgspec.structs.replace(receipt, status="partial", message=_cut("; ".join(self.missing)))
 
 
@@ -119,9 +121,10 @@ class Writer:
         if readings is not None:
             self._shared[READER] = readings
         usage = Usage(store.store, store.quota)
+        self._filesystems = [Filesystem(store, usage, i) for i in range(threads)]
         self._threads = [
-            threading.Thread(target=self._run, args=(Filesystem(store, usage, i),), name=f"midstream-writer-{i}", daemon=True)
-            for i in range(threads)
+            threading.Thread(target=self._run, args=(filesystem,), name=f"midstream-writer-{i}", daemon=True)
+            for i, filesystem in enumerate(self._filesystems)
         ]
         for thread in self._threads:
             thread.start()
@@ -135,7 +138,8 @@ class Writer:
     def submit(self, job: WriteJob) -> None:
         """Returns immediately. Without captures the receipt goes directly to the outbox."""
         if not job.builds:
-            self._deliver(job.receipt)
+            given_up = job.receipt.kind == "capture_failed" and any(filesystem.away for filesystem in self._filesystems)
+            self._deliver(msgspec.structs.replace(job.receipt, kind=STORE_AWAY) if given_up else job.receipt)
             return
         with self._lock:
             self._pending += 1
@@ -271,12 +275,13 @@ def _note(report: _Report, capture: FinishedCapture, by_name: Mapping[str, Outco
         report.files += outcome.files
     for name, error in errors.items():
         logger.error("%s: consumer %s failed: %s", capture, name, error)
-        fatal = name in ESSENTIAL or len(errors) == len(by_name)
+        fatal = name in ESSENTIAL or (len(errors) == len(by_name) and not ESSENTIAL & errors.keys())
         if name == READER and capture.capture.reading is not None:
             kind = capture.capture.reading.__struct_config__.tag
             report.kind = "reading_failed" if not report.failed else report.kind
             report.failed.append(f"{kind}: {error}")
             continue
+        report.away += fatal and by_name[name].away
         (report.failed if fatal else report.missing).append(f"{capture.capture.tag}: consumer {name} failed: {error}")
     if capture.dropped:
         some = ", ".join(map(str, capture.dropped[:_POSITIONS])) + (", …" if len(capture.dropped) > _POSITIONS else "")

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 import msgspec
@@ -66,7 +66,9 @@ class Attempts:
         worker: str,
         boot: str,
         engine_died: asyncio.Event,
+        away: Callable[[], str] = lambda: "",
     ):
+        """`away`: why the artifact store takes nothing; empty while it does."""
         self._ledger = ledger
         self._engine = engine
         self._reconciler = reconciler
@@ -74,6 +76,7 @@ class Attempts:
         self._worker = worker
         self._boot = boot
         self._engine_died = engine_died
+        self._away = away
         self._running: dict[str, Attempt] = {}
         #: Cancelled and not known here: perhaps the ledger's answer to their claim is on its way.
         self._unwanted: deque[str] = deque(maxlen=UNWANTED)
@@ -220,6 +223,7 @@ class Attempts:
                 self._engine.world,
                 global_version=global_steering.version,
                 everyone=bool(global_steering.entries),
+                away=self._away(),
             )
         except MidstreamError as error:
             if isinstance(error, ClaimRefused) or error.kind == UNAVAILABLE:

@@ -59,6 +59,7 @@ class EngineHost:
         self.started_at = now()
         self.death = ""  # why the engine died; empty while it has not
         self._disk = ""  # why captures or receipts cannot be written
+        self._store = ""  # why captures cannot
         self._on_death = on_death
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
@@ -175,7 +176,7 @@ class EngineHost:
         self._engine = engine
         died = asyncio.Event()
         reconciler = self._reconciler = SteeringReconciler(Steering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat())
-        self._attempts = Attempts(self._ledger, engine, reconciler, settings.worker_id, BOOT, died)
+        self._attempts = Attempts(self._ledger, engine, reconciler, settings.worker_id, BOOT, died, lambda: self._store)
         self._metrics = WorkerMetrics(engine.info.name, self._attempts, reconciler, lambda: engine.waiting)
         self._metrics.register()
         heartbeat = self._heartbeat = Heartbeat(settings, self._attempts, self._info, self._publish)
@@ -224,7 +225,8 @@ class EngineHost:
     async def _look_at_disks(self) -> None:
         """Note, and log once, whether captures and receipts can be written."""
         data = Path(self.settings.data_dir)
-        troubles = [await asyncio.to_thread(open_store(self.settings.artifacts).trouble)]
+        self._store = await asyncio.to_thread(open_store(self.settings.artifacts).trouble)
+        troubles = [self._store]
         troubles += [await asyncio.to_thread(probe, folder) for folder in (data / "outbox", data)]
         found = next(filter(None, troubles), "")
         if found and not self._disk:

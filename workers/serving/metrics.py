@@ -4,15 +4,16 @@ Those of the ranks are what they were last asked for (`steering.COMPARE_S`): met
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
 
 from prometheus_client import REGISTRY
 
-from ...broker.ops.metrics import OF_WORKER, Readings, WorkerReport
+from ...broker.ops.metrics import OF_WORKER, STORE, Readings, WorkerReport
 from ...schemas.base import now
 from ...schemas.models import WorkerStats
+from ...schemas.store_calls import StoreCalls
 from ...schemas.version import __version__
 from .attempts import Attempts
 from .steering import SteeringReconciler
@@ -65,14 +66,19 @@ class WorkerMetrics:
             last_desync_at=reconciler.last_desync_at,
         )
 
+    def _store_calls(self) -> list[Mapping[str, StoreCalls]]:
+        return [rank.store for rank in self._reconciler.ranks]
+
     # For Prometheus
 
     def register(self) -> None:
         """Put these into the process's metrics; what a former engine of the process registered stays, and says nothing any more."""
         REGISTRY.register(self._readings)
+        STORE.sources.append(self._store_calls)
 
     def unregister(self) -> None:
         REGISTRY.unregister(self._readings)
+        STORE.sources.remove(self._store_calls)
 
 
 def versions() -> dict[str, str]:

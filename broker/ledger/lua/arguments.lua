@@ -6,6 +6,7 @@
 --   max_attempts  maximum number of attempts at a job
 --   on_desync     'retry' or 'fail': how to handle a job whose ranks disagree
 --   window        messages of one model and step in flight concurrently
+--   store_wait    how long a job waits for the artifact store, in seconds
 --   channels      kombu's prefix of this database's channels
 -- Each script lists its other arguments in its header. An omitted argument is nil.
 -- Keys are built inside the scripts: Redis Cluster is not a target.

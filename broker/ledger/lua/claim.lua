@@ -1,6 +1,7 @@
 -- queued -> running: the returned attempt is the worker's fencing token.
 -- args: id, worker, boot, ranks, lease_s, global_version (of the global steering that the worker has applied), everyone (whether it
---       steers anything: then every prompt gets receipts, not only those with requests of their own), call (random id of this call)
+--       steers anything: then every prompt gets receipts, not only those with requests of their own), call (random id of this call),
+--       away (why the worker's artifact store takes nothing; empty: it does)
 -- returns {'unknown'} | {'refused', state} | {'desynced', reason} | {'behind', desired version}
 --         | {'claimed', attempt, spec, time of queueing}
 local id, worker = args.id, args.worker
@@ -27,7 +28,15 @@ local desired = redis.call('HGET', key('steering', job.model), 'global_version')
 if tonumber(desired) ~= args.global_version then
   return {'behind', desired}
 end
+if args.away ~= '' and redis.call('EXISTS', key('capture', id)) == 1 then
+  await_store(job, args.away)
+  return {'refused', job.state}
+end
 local hash = key('job', id)
+if job.shelved then -- an older message of it
+  job.shelved = nil
+  redis.call('HDEL', hash, 'shelved')
+end
 job.attempt = redis.call('HINCRBY', hash, 'attempt', 1)
 job.worker = worker
 local asked = args.everyone and job.prompts or job.asked

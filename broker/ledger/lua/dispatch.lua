@@ -67,11 +67,22 @@ local function enter(job)
   fill(job.model, job.step)
 end
 
+-- A job waits for the artifact store, without a message and outside the window: the reaper sends it when it is due.
+local function shelve(job)
+  job.shelved = '1'
+  redis.call('HSET', key('job', job.id), 'shelved', job.shelved)
+  look_at_queued(job, now + SHELVED_S)
+end
+
 -- A job that had begun is queued again: it is not made to wait a second time.
 local function enter_again(job)
   tally(key('job', job.id), '', 'queued', 1)
   redis.call('SADD', 'ms:queues', job.model .. ':' .. job.step)
-  send(job)
+  if job.shelved then
+    shelve(job)
+  else
+    send(job)
+  end
 end
 
 -- A job has left the queue: send the next one.

@@ -143,7 +143,12 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
         kind = (job.captures or not job.steers) and 'capture_failed' or 'intervention_failed'
       end
       note(job)
-      fail(job, kind, 'request ' .. request .. ', ' .. place(rank, pp) .. ': ' .. (message ~= '' and message or 'no reason was given'))
+      local reason = 'request ' .. request .. ', ' .. place(rank, pp) .. ': ' .. (message ~= '' and message or 'no reason was given')
+      if kind == STORE_AWAY then
+        await_store(job, reason)
+      else
+        fail(job, kind, reason)
+      end
     end
   end
 end

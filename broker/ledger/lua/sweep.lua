@@ -20,6 +20,11 @@ if job.state == 'queued' then
     look_at_queued(job, math.huge)
     return answer('held')
   end
+  if job.shelved then
+    redis.call('HDEL', key('job', id), 'shelved')
+    send(job)
+    return answer('held')
+  end
   redis.call('SADD', turn('sent', job.model, job.step), id) -- including jobs accepted before windows existed
   return answer('queued')
 end

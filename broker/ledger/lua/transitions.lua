@@ -105,11 +105,30 @@ end
 
 local LATE = 'no worker started the job before its `expires_in` ran out'
 
+-- The artifact store takes nothing now: the job, which is queued or running, waits for it; at most `store_wait` in all. The attempt
+-- does not count.
+local function await_store(job, why)
+  local hash = key('job', job.id)
+  redis.call('HSETNX', hash, 'store_away', args.at)
+  if now - tonumber(redis.call('HGET', hash, 'store_away')) >= args.store_wait then
+    fail(job, 'capture_failed', why .. '; the job has waited ' .. args.store_wait .. ' s for the artifact store (artifact_wait_s)')
+  elseif job.state == 'queued' then
+    redis.call('SREM', turn('sent', job.model, job.step), job.id)
+    shelve(job)
+    fill(job.model, job.step)
+  else
+    redis.call('HINCRBY', hash, 'excused', 1)
+    job.shelved = '1'
+    move(job, 'queued')
+  end
+end
+
 -- The worker is gone or releases the job: another attempt, unless the limit is reached or the job is being cancelled.
 local function put_back(job)
+  local excused = tonumber(redis.call('HGET', key('job', job.id), 'excused')) or 0
   if job.state == 'cancelling' then
     move(job, 'cancelled')
-  elseif job.attempt >= args.max_attempts then
+  elseif job.attempt - excused >= args.max_attempts then
     fail(job, 'worker_lost', 'attempt ' .. job.attempt .. ' of ' .. args.max_attempts .. ' ended with the loss of worker '
       .. job.worker .. '; there will be no other')
   else

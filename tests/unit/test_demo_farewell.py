@@ -1,0 +1,36 @@
+"""Does the demo's last page name the place where the captures are?"""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from capture_kit import finished, write
+from rich.console import Console
+from s3_kit import FaultProxy, new_bucket
+from typer.testing import CliRunner
+
+from midstream.client.cli.demo import LAYER, _farewell
+from midstream.client.cli.main import app
+from midstream.schemas.settings import Settings
+from midstream.storage.store import open_store
+
+
+@pytest.mark.parametrize("kind", ["default", "folder", "bucket"])
+def test_the_command_that_the_demo_proposes_shows_its_captures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: FaultProxy, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stores = {"default": "", "folder": str(tmp_path / "kept elsewhere"), "bucket": f"s3://{new_bucket()}/lab"}
+    more = {"artifact_endpoint": s3.url, "artifact_region": "us-east-1"} if kind == "bucket" else {}
+    settings = Settings(data_dir="demo", artifact_store=stores[kind], **more)
+    write(open_store(settings.artifacts), finished("job_1", tag="demo", sites={"post_block": [LAYER]}))
+    console = Console(record=True, width=60)
+    _farewell(console, settings, "job_1", 1.0)
+    text = console.export_text()
+    place = {"default": "demo/captures", "folder": "kept elsewhere", "bucket": settings.artifacts}[kind]
+    assert f"captures: {place}\n" in text
+    (line,) = [line for line in text.splitlines() if " capture show " in line]
+    words = shlex.split(line)
+    done = CliRunner().invoke(app, words[words.index("capture") :])
+    assert done.exit_code == 0, done.output
+    assert "post_block" in done.output
