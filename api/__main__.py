@@ -9,6 +9,7 @@ from types import FrameType
 
 import uvicorn
 
+from ..broker.artifacts import fitness
 from ..broker.ledger.keys import any_key
 from ..broker.ops import logs, metrics_server, redis_durability, traces
 from ..broker.ops.hosts import named
@@ -103,6 +104,7 @@ def serve(settings: Settings) -> None:
     auth.admin_key(settings)  # what is wrong with them is said before anything listens
     named(settings)
     redis_durability.require(settings)
+    fitness.require(settings)
     refused = asyncio.run(_refusal(settings))
     if refused:
         raise SettingsError(refused)

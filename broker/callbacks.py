@@ -22,6 +22,7 @@ from ..schemas import faults
 from ..schemas.base import now
 from ..schemas.errors import MidstreamError
 from ..schemas.settings import Settings, SettingsError, load_settings
+from .artifacts import fitness
 from .ledger.jobs import Ledger
 from .ledger.reaper import Reaper
 from .ops import metrics, observability, redis_durability
@@ -157,6 +158,7 @@ def main() -> int:
         if not settings.redis_url:
             raise SettingsError("MIDSTREAM_REDIS_URL: is required by the callbacks worker")
         redis_durability.require(settings)
+        fitness.require(settings)
         faults.arm(settings.fault, settings.data_dir)
         observability.start(settings, "callbacks")
     except SettingsError as error:

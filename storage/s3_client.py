@@ -55,6 +55,8 @@ _REASONS: dict[str, tuple[int, str]] = {
     "XAmzContentSHA256Mismatch": (errno.EIO, "the bytes that arrived are not those that were sent"),
     "BadDigest": (errno.EIO, "the bytes that arrived are not those that were sent"),
     "SlowDown": (errno.EBUSY, "it asks to slow down"),
+    "NotImplemented": (errno.ENOSYS, "it does not do that"),
+    "501": (errno.ENOSYS, "it does not do that"),
     "503": (errno.EBUSY, "it is not available"),
     "507": (errno.ENOSPC, "it is full"),
     "416": (errno.ERANGE, "the object does not reach so far"),
@@ -185,23 +187,27 @@ def explained(address: Address, key: str = "") -> Iterator[None]:
         raise as_os_error(address, key, error) from None
 
 
+def where(address: Address) -> str:
+    return f"object storage s3://{address.bucket}" + (f" at {address.endpoint}" if address.endpoint else "")
+
+
 def as_os_error(address: Address, key: str, error: Exception) -> OSError:
     text = str(error).partition("\n\nDebug source")
     code = found[1] if (found := _CODE.search(text[0])) else ""
     status = found[1] if (found := _STATUS.search(text[0])) else ""
     if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
-    where = f"object storage s3://{address.bucket}" + (f" at {address.endpoint}" if address.endpoint else "")
+    at = where(address)
     if (reason := _REASONS.get(code) or _REASONS.get(status)) is not None:
-        return OSError(reason[0], f"{where}: {reason[1]}" + (f" ({code})" if code else ""))
+        return OSError(reason[0], f"{at}: {reason[1]}" + (f" ({code})" if code else ""))
     if status:
-        return OSError(errno.EBUSY if status.startswith("5") else errno.EIO, f"{where} answers {status}" + (f" ({code})" if code else ""))
+        return OSError(errno.EBUSY if status.startswith("5") else errno.EIO, f"{at} answers {status}" + (f" ({code})" if code else ""))
     if _METADATA in text[0]:
-        return PermissionError(errno.EACCES, f"{where}: there are no credentials: set artifact_access_key and artifact_secret_key")
+        return PermissionError(errno.EACCES, f"{at}: there are no credentials: set artifact_access_key and artifact_secret_key")
     if _TIMEOUT.search(text[0] + text[2]):
-        return TimeoutError(errno.ETIMEDOUT, f"{where} does not answer in time")
+        return TimeoutError(errno.ETIMEDOUT, f"{at} does not answer in time")
     if "kind: Connect" in text[2]:
-        return ConnectionRefusedError(errno.ECONNREFUSED, f"{where} cannot be reached")
+        return ConnectionRefusedError(errno.ECONNREFUSED, f"{at} cannot be reached")
     if _CUT.search(text[0] + text[2]):
-        return ConnectionResetError(errno.ECONNRESET, f"the connection to {where} was cut")
-    return OSError(errno.EIO, f"{where}: {text[0][:300]}")
+        return ConnectionResetError(errno.ECONNRESET, f"the connection to {at} was cut")
+    return OSError(errno.EIO, f"{at}: {text[0][:300]}")

@@ -23,14 +23,15 @@ from ..schemas.captures import SEGMENTS, index_of
 from ..schemas.disk import disk_trouble
 from ..schemas.faults import crash_point
 from .calls import Call
-from .s3_client import Address, Stale, ask, client, counted, explained, together
+from .s3_client import Address, Stale, ask, client, counted, explained, together, where
 from .store import Buffer, NotInPlaceError, check_key
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 #: Folders of marks, and of references: an empty object `.segments/<job>/<tag>/<segment>` for each segment with blobs of a job.
-DELETED, REFERENCES, PROBE = ".deleted", ".segments", ".probe"
+DELETED, REFERENCES, PROBE, CONDITIONS = ".deleted", ".segments", ".probe", ".conditions"
+_NOTHING, _NO_TAG = b"midstream", '"00000000000000000000000000000000"'
 _JOB = re.compile(rb'"job":"([^"\\/]+)"')
 #: Bytes of a part of an upload or a download; S3 takes 10,000 parts, so that an object has 80 GiB at most.
 PART, MAX_PARTS = 8 << 20, 10_000
@@ -83,6 +84,28 @@ class S3Store:
 
     def trouble(self) -> str:
         return _troubles.of(self)
+
+    def unfit(self) -> str:
+        """Whether conditions are obeyed: a wrong one must be refused, in writes as in reads."""
+        address = self.address
+        s3 = client(address, quick=True)
+        with counted("probe"), explained(address):
+            obstore.put(s3, CONDITIONS, _NOTHING, use_multipart=False)
+        wrong: list[tuple[str, Callable[[], object]]] = [
+            ("writes", lambda: obstore.put(s3, CONDITIONS, _NOTHING, use_multipart=False, mode={"e_tag": _NO_TAG})),
+            ("reads", lambda: obstore.get(s3, CONDITIONS, options={"if_match": _NO_TAG}).bytes()),
+        ]
+        for what, ask_wrongly in wrong:
+            try:
+                with counted("probe"), explained(address):
+                    ask_wrongly()
+            except Stale:
+                continue
+            except OSError as error:
+                if error.errno != errno.ENOSYS:
+                    raise
+            return f"{where(address)} has no conditional {what} (If-Match), without which captures cannot be deleted and read safely"
+        return ""
 
     def used(self) -> int:
         return self.ask("list", lambda s3, _: sum(each["size"] for batch in obstore.list(s3, chunk_size=1000) for each in batch))
@@ -439,6 +462,7 @@ class _Troubles:
 
     def __init__(self) -> None:
         self._lock, self._known = threading.Lock(), dict[S3Store, tuple[float, str]]()
+        self._fit: set[S3Store] = set()
 
     def of(self, store: S3Store) -> str:
         with self._lock:
@@ -455,7 +479,11 @@ class _Troubles:
     def _look(self, store: S3Store) -> str:
         try:
             with counted("probe"), explained(store.address):
-                obstore.put(client(store.address, quick=True), PROBE, b"midstream", use_multipart=False)
+                obstore.put(client(store.address, quick=True), PROBE, _NOTHING, use_multipart=False)
+            if store not in self._fit:
+                if why := store.unfit():
+                    return why
+                self._fit.add(store)
         except OSError as error:
             full = disk_trouble(error)
             return (f"{full}: " if full else "") + f"{error.strerror}: nothing can be written"

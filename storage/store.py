@@ -123,6 +123,14 @@ class Referring(Protocol):
 
 
 @runtime_checkable
+class Demanding(Protocol):
+    """What a store may need that its server does not have."""
+
+    def unfit(self) -> str:
+        """Why it cannot be used, however often it is tried; empty when it can. Raises OSError when that is not known now."""
+
+
+@runtime_checkable
 class Rewriting(Protocol):
     """What a store may have to do: replace the whole segment to erase in it, which is in memory meanwhile."""
 

@@ -31,7 +31,7 @@ class Fault:
 
     `503`, `403 CODE`: that answer; `slow`: after `seconds`; `cut`: the connection ends in the middle of the request's body; `lost`: it is
     done, and the answer never comes; `half`: the answer ends in the middle of its body; `short`: it is short and says so; `flip`: a byte of
-    the request's body changes on its way.
+    the request's body changes on its way; `deaf`: its conditions are ignored.
     """
 
     kind: str
@@ -129,6 +129,8 @@ class FaultProxy:
             writer.write(f"HTTP/1.1 {error.status} X\r\nConnection: close\r\nContent-Length: {len(told)}\r\n\r\n".encode() + told)
             await writer.drain()
             return
+        if kind == "deaf":
+            headers = {name: value for name, value in headers.items() if name != "if-match"}
         answer = await self._forward(method, target, headers, body)
         if kind == "lost":
             writer.transport.abort()
@@ -229,8 +231,13 @@ def s3_server() -> Iterator[FaultProxy]:
 
 def new_bucket(name: str = "") -> str:
     name = name or f"test-{secrets.token_hex(6)}"
-    with urlopen(Request(f"http://{moto()}/{name}", method="PUT")):
-        return name
+    make_bucket(moto(), name)
+    return name
+
+
+def make_bucket(address: str, name: str) -> None:
+    """`address`: host:port of a server that asks for no signature."""
+    urlopen(Request(f"http://{address}/{name}", method="PUT")).close()
 
 
 def uri(proxy: FaultProxy, bucket: str = "", prefix: str = "kept/here") -> str:

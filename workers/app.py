@@ -22,6 +22,7 @@ from celery.utils.nodenames import default_nodename, host_format
 from celery.worker import state as worker_state
 from celery.worker.components import Pool
 
+from ..broker.artifacts import fitness
 from ..broker.ops import observability, redis_durability, traces
 from ..broker.queue.celery_app import make_app, queue_of
 from ..broker.queue.transport import transport_of
@@ -111,6 +112,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         settings = with_worker_id(load_settings(**_arguments(arguments)))
         _check(settings)
         redis_durability.require(settings)
+        fitness.require(settings)
         settings = with_kept_keys(settings, settings.worker_id)
         faults.arm(settings.fault, settings.data_dir)
         lock = WorkerLock(settings)

@@ -22,7 +22,7 @@ from ...schemas.errors import STATUS_OF_KIND, MidstreamError
 from ...schemas.settings import Settings, SettingsError, is_loopback
 from ...schemas.status import Status
 from ...schemas.version import __version__
-from ...storage.store import open_store
+from ...storage.store import Demanding, open_store
 from ..sdk import wire
 from ..sdk.client import Client
 
@@ -421,12 +421,16 @@ def _store(settings: Settings) -> Iterator[Finding]:
         with store.open(key) as handle:
             read = handle.read(0, 100)
         store.delete(key)
+        unfit = store.unfit() if isinstance(store, Demanding) else ""
     except (OSError, ValueError, MidstreamError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         yield Finding("fail", "artifact store", reason, "docs/object-storage.md says what each reason means")
         return
     if read != b"midstream":
         yield Finding("fail", "artifact store", f"{settings.artifacts} gives back other bytes than were written", "do not use it")
+        return
+    if unfit:
+        yield Finding("fail", "artifact store", unfit, "use another server: docs/object-storage.md names those that were tried")
         return
     if settings.artifact_endpoint.startswith("http://") and not is_loopback(urlsplit(settings.artifact_endpoint).hostname or ""):
         yield Finding("warn", "artifact store", f"{settings.artifact_endpoint} is not encrypted", "use https:// outside a private network")

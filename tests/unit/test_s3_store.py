@@ -21,9 +21,9 @@ import s3_kit
 from capture_kit import filesystem, finished, write
 from s3_kit import FaultProxy
 
-from midstream.broker.artifacts import retention
+from midstream.broker.artifacts import fitness, retention
 from midstream.client import CaptureReader
-from midstream.schemas.settings import SettingsError
+from midstream.schemas.settings import Settings, SettingsError
 from midstream.storage import s3_client
 from midstream.storage.s3_client import Stale
 from midstream.storage.s3_store import PART, S3Store, _Troubles, open_store
@@ -380,3 +380,20 @@ writer.commit()
     assert bucket.children("tag/job/") == left
     put(bucket, "tag/job/x.safetensors", BIG)
     assert content(bucket, "tag/job/x.safetensors") == BIG
+
+
+@pytest.mark.parametrize(("when", "said"), [("PUT", "no conditional writes"), ("GET", "no conditional reads")])
+def test_a_server_that_ignores_conditions_is_refused_at_the_start(s3: FaultProxy, bucket: S3Store, when: str, said: str) -> None:
+    settings = Settings(artifact_store=bucket.link(""), artifact_endpoint=s3.url, artifact_region=s3_kit.REGION)
+    fitness.require(settings)
+    s3.fault("deaf", when)
+    with pytest.raises(SettingsError, match=said):
+        fitness.require(settings)
+    assert said in _Troubles().of(bucket), "and captures are not accepted"
+    s3.stop()
+    try:
+        fitness.require(settings)  # not known: the processes wait for it
+    finally:
+        s3.start()
+    s3.faults.clear()
+    assert _Troubles().of(bucket) == ""
