@@ -1,6 +1,7 @@
 """The Kustomize folders render, are valid for Kubernetes to the last field, and agree with themselves and with the package."""
 
 import os
+import re
 import shutil
 import subprocess
 import tomllib
@@ -17,9 +18,11 @@ from midstream.schemas.settings import PREFIX, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
-OVERLAYS = ("cpu", "gpu")
+OVERLAYS = ("cpu", "gpu", "bucket", "keda")
 #: Its schemas check the manifests; the oldest of this list and the newest must both accept them.
 VERSIONS = ("1.27", "1.32")
+#: Kinds that others than Kubernetes define.
+FOREIGN = {"ScaledObject"}
 WORKLOADS = {"Deployment", "StatefulSet"}
 #: Set by continuous integration, where a missing kubectl is a failure.
 CI = "KUBECTL_REQUIRED"
@@ -40,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "compose", copy / "compose", ignore=shutil.ignore_patterns("secrets"))
     for overlay in OVERLAYS:
         subprocess.run([copy / "deploy" / "kubernetes" / "secrets.sh", overlay], check=True, capture_output=True)
+    (copy / "deploy" / "kubernetes" / "bucket" / "secrets" / "artifact_secret_key").write_text("secret")
     return copy / "deploy" / "kubernetes"
 
 
@@ -71,7 +75,8 @@ def containers(documents: tuple[Document, ...]) -> Iterator[tuple[str, Document,
 def test_every_manifest_is_strictly_valid(documents: tuple[Document, ...], version: str) -> None:
     assert len(documents) > 25
     for document in documents:
-        kubernetes_validate.validate(document, version, strict=True)
+        if document["kind"] not in FOREIGN:
+            kubernetes_validate.validate(document, version, strict=True)
 
 
 def test_a_misspelt_field_is_found(documents: tuple[Document, ...]) -> None:
@@ -90,6 +95,8 @@ def test_everything_that_is_referred_to_exists(documents: tuple[Document, ...]) 
         for volume in pod["volumes"]:
             if "persistentVolumeClaim" in volume:
                 assert volume["persistentVolumeClaim"]["claimName"] in volumes
+            if "secret" in volume:
+                assert volume["secret"]["secretName"] in secrets
             for source in volume.get("projected", {}).get("sources", []):
                 assert {item["key"] for item in source["secret"]["items"]} <= secrets[source["secret"]["name"]]["data"].keys(), name
         for source in container.get("envFrom", []):
@@ -112,7 +119,7 @@ def test_every_variable_is_a_setting(documents: tuple[Document, ...]) -> None:
 
 
 def test_secrets_are_in_files_alone(documents: tuple[Document, ...]) -> None:
-    secret = {"REDIS_PASSWORD", "ADMIN_KEY", "FLOWER_AUTH"}
+    secret = {"REDIS_PASSWORD", "ADMIN_KEY", "FLOWER_AUTH", "ARTIFACT_SECRET_KEY"}
     for _, _, container in containers(documents):
         assert not {variable["name"].removeprefix(PREFIX) for variable in container.get("env", [])} & secret
     for found in of(documents, "ConfigMap").values():
@@ -161,6 +168,49 @@ def test_workers_scale_by_a_metric_that_exists(folder: Path) -> None:
     assert f"`{metric['external']['metric']['name']}`" in (ROOT / "docs" / "observability.md").read_text()
     [worker] = of(documents, "StatefulSet")["worker"]["spec"]["template"]["spec"]["containers"]
     assert worker["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+def test_keda_scales_by_metrics_that_exist_in_place_of_the_autoscaler(folder: Path) -> None:
+    documents = rendered(folder, "keda")
+    assert not of(documents, "HorizontalPodAutoscaler")
+    scaler = of(documents, "ScaledObject")["worker"]["spec"]
+    assert scaler["scaleTargetRef"]["name"] in of(documents, scaler["scaleTargetRef"]["kind"])
+    [trigger] = scaler["triggers"]
+    page = (ROOT / "docs" / "observability.md").read_text()
+    names = set(re.findall(r"midstream_\w+", trigger["metadata"]["query"]))
+    assert names == {"midstream_queue_depth", "midstream_running_jobs"}
+    assert all(f"`{name}`" in page for name in names)
+
+
+def test_with_a_bucket_no_volume_of_captures_is_shared_and_the_bucket_is_reached(folder: Path) -> None:
+    documents = rendered(folder, "bucket")
+    assert "captures" not in of(documents, "PersistentVolumeClaim")
+    users = {"api", "callbacks", "worker"}
+    for name, pod, container in containers(documents):
+        [*captures] = [volume for volume in pod["volumes"] if volume["name"] == "captures"]
+        assert captures == ([{"name": "captures", "emptyDir": {}}] if name in users else [])
+        variables = {variable["name"]: variable.get("value", "") for variable in container.get("env", [])}
+        assert (f"{PREFIX}ARTIFACT_SECRET_KEY_FILE" in variables) == (name in users)
+        if name in users:
+            folder_of, _, key = variables[f"{PREFIX}ARTIFACT_SECRET_KEY_FILE"].rpartition("/")
+            [mount] = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == folder_of]
+            [volume] = [volume for volume in pod["volumes"] if volume["name"] == mount]
+            assert key in of(documents, "Secret")[volume["secret"]["secretName"]]["data"]
+    rule = of(documents, "NetworkPolicy")["bucket"]["spec"]
+    assert set(rule["podSelector"]["matchExpressions"][0]["values"]) == users
+    assert [port["port"] for port in rule["egress"][0]["ports"]] == [443]
+    [data] = [found["data"] for found in of(documents, "ConfigMap").values()]
+    given = {name.removeprefix(PREFIX).lower(): value for name, value in data.items() if "ARTIFACT" in name}
+    assert Settings(**given, artifact_secret_key="x").artifacts.startswith("s3://")
+
+
+def test_prometheus_finds_every_process_that_needs_no_key(documents: tuple[Document, ...]) -> None:
+    for name, found in of(documents, *WORKLOADS).items():
+        told = found["spec"]["template"]["metadata"].get("annotations", {})
+        assert (told.get("prometheus.io/scrape") == "true") == (name not in ("api", "redis")), name
+        if told:
+            [container] = found["spec"]["template"]["spec"]["containers"]
+            assert int(told["prometheus.io/port"]) in [port["containerPort"] for port in container["ports"]]
 
 
 def test_images_have_the_version_of_the_package(documents: tuple[Document, ...]) -> None:
