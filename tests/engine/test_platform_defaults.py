@@ -53,18 +53,19 @@ def test_on_a_gpu_vllm_chooses_runner_blocks_cache_and_overlap(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("kind", "cores", "ranks", "given", "reserved", "bound"), [
-    ("cpu", 1, 1, None, "0", "nobind"), ("cpu", 2, 1, None, "0", "nobind"), ("cpu", 2, 2, None, "0", None), ("cpu", 2, 1, "1", "1", "1"),
-    ("cpu", 3, 1, None, None, None), ("cuda", 2, 1, None, None, None),
+    ("cpu", 1, 1, (None, None), "0", "nobind"), ("cpu", 2, 1, (None, None), "0", "nobind"), ("cpu", 2, 2, (None, None), "0", None),
+    ("cpu", 2, 1, ("1", None), "1", None), ("cpu", 2, 1, (None, "1"), "0", "1"),
+    ("cpu", 3, 1, (None, None), None, None), ("cuda", 2, 1, (None, None), None, None),
 ])  # fmt: skip
 def test_a_small_machine_gives_the_model_all_cores(
-    monkeypatch: pytest.MonkeyPatch, kind: str, cores: int, ranks: int, given: str | None, reserved: str | None, bound: str | None
+    monkeypatch: pytest.MonkeyPatch, kind: str, cores: int, ranks: int, given: tuple[str | None, str | None], reserved: str | None, bound: str | None
 ) -> None:
     from midstream.workers.engine import vllm_options
 
     names = ("VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND")
-    for name in names:
-        monkeypatch.setenv(name, given or "")  # so that it is put back
-        if given is None:
+    for name, value in zip(names, given, strict=True):
+        monkeypatch.setenv(name, value or "")  # so that it is put back
+        if value is None:
             monkeypatch.delenv(name)
     monkeypatch.setattr(vllm_options, "current_platform", Platform(kind))
     monkeypatch.setattr(vllm_options.os, "sched_getaffinity", lambda _: set(range(cores)))

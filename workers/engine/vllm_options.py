@@ -88,8 +88,9 @@ def use_all_cores(ranks: int) -> None:
     Ours sleeps (`runner/naps.py`). On more cores the one that is left for all other processes costs less than their interruptions. And the
     threads of a single rank are bound to no core: one that waits for a core takes the other when that is free.
     """
-    if current_platform.is_cpu() and len(os.sched_getaffinity(0)) <= FEW_CORES:
-        os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    few = current_platform.is_cpu() and len(os.sched_getaffinity(0)) <= FEW_CORES
+    if few and "VLLM_CPU_NUM_OF_RESERVED_CPU" not in os.environ:  # who reserves a core has decided
+        os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
         if ranks == 1:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
