@@ -1,6 +1,6 @@
 """What does a harvest cost beside the model, do several workers scale, and does memory stay flat?
 
-    python benchmarks/harvest.py speed    # the whole service against a stock vLLM engine on the same sequences, in turns
+    python benchmarks/harvest.py speed    # the whole service, a stock vLLM engine and a transformers loop on the same sequences, in turns
     python benchmarks/harvest.py scale    # 1, 2 and 4 fake workers whose engine takes a fixed time for a sequence
     python benchmarks/harvest.py memory   # resident memory of all processes over a harvest of --tokens tokens
     python benchmarks/harvest.py read     # rows/s of RowDataset beside the disk's own rate
@@ -64,45 +64,71 @@ def computed_s(view: HarvestView) -> float:
 
 
 def speed(arguments: argparse.Namespace) -> dict[str, Any]:
-    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")  # both engines compute with as many threads
+    os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"  # all compute with as many threads: one fewer than cores
+    os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) - 1))
     found: dict[str, Any] = {"length": LENGTH, "sequences": arguments.sequences, "rounds": arguments.rounds, "engine": ENGINE}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        stock = EngineProcess("stock", settings_for(root / "stock", DEMO_MODEL, **ENGINE))
+        stock, loop = EngineProcess("stock", settings_for(root / "stock", DEMO_MODEL, **ENGINE)), TransformersLoop(root)
         try:
             options = {"engine": "vllm", "model": str(DEMO_MODEL), "model_name": "demo", "certify": False, **ENGINE, **SLOW}
             with Stack(root / "ours", api=True, start_timeout_s=300, **options) as stack, Client(stack.url) as client:
                 for layers in ([15], [2, 7, 12, 17, 22, 27]):
-                    rounds = [turn(stock, client, layers, number, arguments.sequences) for number in range(arguments.rounds + 1)][1:]
-                    ratios = [ours / theirs for theirs, ours in rounds]
+                    rounds = [turn(stock, loop, client, layers, number, arguments.sequences) for number in range(arguments.rounds + 1)][1:]
                     found[f"{len(layers)} layers"] = {
-                        "stock_tokens_s": [round(theirs) for theirs, _ in rounds], "harvest_tokens_s": [round(ours) for _, ours in rounds],
-                        "ratio": [round(ratio, 3) for ratio in ratios], "median_ratio": round(statistics.median(ratios), 3),
+                        f"{kind}_tokens_s": [round(rates[kind]) for rates in rounds] for kind in ("stock", "loop", "harvest")
+                    } | {
+                        f"harvest_to_{peer}": round(statistics.median(rates["harvest"] / rates[peer] for rates in rounds), 3)
+                        for peer in ("stock", "loop")
                     }  # fmt: skip
         finally:
             stock.close()
     return found
 
 
-def turn(stock: EngineProcess, client: Client, layers: list[int], number: int, count: int) -> tuple[float, float]:
-    """Tokens/s of both on the same sequences; who is first changes."""
+class TransformersLoop:
+    """What a researcher writes by hand: batches of the model's own library, hidden states of some layers, a file for each batch."""
+
+    BATCH = 8
+
+    def __init__(self, folder: Path):
+        import torch
+        from transformers import AutoModel
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        self._model = AutoModel.from_pretrained(DEMO_MODEL, dtype=torch.bfloat16).eval()
+        self._folder = folder
+
+    def run(self, lines: list[list[int]], layers: list[int]) -> float:
+        """Seconds."""
+        import torch
+        from safetensors.torch import save_file
+
+        start = time.perf_counter()
+        for first in range(0, len(lines), self.BATCH):
+            with torch.inference_mode():
+                states = self._model(torch.tensor(lines[first : first + self.BATCH]), output_hidden_states=True).hidden_states
+            rows = {str(layer): states[layer + 1].reshape(-1, states[0].shape[-1]).contiguous() for layer in layers}
+            save_file(rows, self._folder / f"{first}.safetensors")
+        return time.perf_counter() - start
+
+
+def turn(stock: EngineProcess, loop: TransformersLoop, client: Client, layers: list[int], number: int, count: int) -> dict[str, float]:
+    """Tokens/s of each on the same sequences; who is first changes."""
     lines = sequences(count, 1000 * len(layers) + number)
     tokens = sum(map(len, lines))
 
-    def theirs() -> float:
-        return tokens / float(stock.run(lines, 1, 64)["seconds"])
-
     def ours() -> float:
         view = harvest(client, "demo", lines, layers=layers, shards={"mib": 16})
-        rate = tokens / computed_s(view)
         client.delete_harvest(view)
-        return rate
+        return computed_s(view)
 
-    rates: dict[str, float] = {}
-    for each in (ours, theirs) if number % 2 else (theirs, ours):
-        rates[each.__name__] = each()
-    print(f"{len(layers)} layers, turn {number}: {rates['theirs']:.0f} and {rates['ours']:.0f} tokens/s", file=sys.stderr)
-    return rates["theirs"], rates["ours"]
+    order = ["stock", "loop", "harvest"]
+    order = order[number % 3 :] + order[: number % 3]
+    kinds = {"stock": lambda: float(stock.run(lines, 1, 64)["seconds"]), "loop": lambda: loop.run(lines, layers), "harvest": ours}
+    rates = {kind: tokens / kinds[kind]() for kind in order}
+    print(f"{len(layers)} layers, turn {number}: {rates}", file=sys.stderr)
+    return rates
 
 
 def scale(arguments: argparse.Namespace) -> dict[str, Any]:

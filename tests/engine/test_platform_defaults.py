@@ -58,7 +58,13 @@ def test_on_a_gpu_vllm_chooses_runner_blocks_cache_and_overlap(monkeypatch: pyte
     ("cpu", 3, 1, (None, None), None, None), ("cuda", 2, 1, (None, None), None, None),
 ])  # fmt: skip
 def test_a_small_machine_gives_the_model_all_cores(
-    monkeypatch: pytest.MonkeyPatch, kind: str, cores: int, ranks: int, given: tuple[str | None, str | None], reserved: str | None, bound: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    cores: int,
+    ranks: int,
+    given: tuple[str | None, str | None],
+    reserved: str | None,
+    bound: str | None,
 ) -> None:
     from midstream.workers.engine import vllm_options
 
