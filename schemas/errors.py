@@ -40,7 +40,8 @@ STATUS_OF_KIND: dict[str, int] = {
     "too_many_cells": 429,  # the sweeps that wait or run have all the cells that they may
     "rate_limited": 429,  # the tenant submits faster than it may: requests or tokens per minute
     "too_many_jobs": 429,  # the tenant has as many jobs in flight as it may
-    "capture_limit": 429,  # the tenant's capture files take all the space that it may use
+    "too_many_harvests": 429,  # the tenant has as many harvests that have not ended as it may
+    "capture_limit": 429,  # the tenant's captures and harvests take all the space that it may use
     "module_limit": 429,  # the tenant has as many named modules, or as large ones, as it may: it is to delete some
     "overloaded": 503,  # the queue, or Redis, is nearly full: nothing was accepted
     "not_started_in_time": 504,  # no worker started the job before its `expires_in` ran out

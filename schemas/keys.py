@@ -7,7 +7,7 @@ import msgspec
 
 from .base import Record
 from .handling import Priority
-from .limits import MAX_INT64, MAX_SCOPES, MAX_TAG
+from .limits import MAX_INT64, MAX_PATH, MAX_SCOPES, MAX_SOURCES, MAX_TAG
 
 #: `submit`: jobs and sweeps, their cancel, modules, source runs, deletion of what is one's own. `read`: look at what is one's own.
 #: `steer-global`: change global steering, register adapters. `observe`: read service-wide status, metrics and workers.
@@ -29,6 +29,7 @@ KEY_PREFIX = "ms_"
 MAX_KEY_EXPIRES_S = 100 * 365 * 24 * 3600
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
+Sources = Annotated[list[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]], msgspec.Meta(max_length=MAX_SOURCES)]
 
 
 class Limits(Record, omit_defaults=True):
@@ -37,10 +38,12 @@ class Limits(Record, omit_defaults=True):
     requests_per_minute: Natural | None = None  # submissions
     tokens_per_minute: Natural | None = None  # prompt tokens and `max_tokens` of what is submitted, of all its prompts
     jobs_in_flight: Natural | None = None  # accepted and not over
-    capture_mib: Natural | None = None  # of capture files that are not deleted
+    capture_mib: Natural | None = None  # of capture files and harvests that are not deleted
     sweep_cells: Natural | None = None  # of sweeps that are not over
     modules: Natural | None = None  # named steering modules, of all models
     module_mib: Natural | None = None  # of their vectors and entries
+    harvests: Natural | None = None  # that have not ended
+    harvest_sources: Sources | None = None  # of the setting of this name, or folders below: what it may harvest; null: all
     weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1  # weight of its share of the engine
     highest_priority: Priority = "high"  # what asks for more gets this
 
@@ -101,11 +104,12 @@ class Usage(Record):
 
     jobs_in_flight: int
     sweep_cells: int
-    capture_bytes: int
+    capture_bytes: int  # harvests included
     tokens_this_minute: int
     requests_this_minute: int
     modules: int = 0
     module_bytes: int = 0
+    harvests: int = 0
 
 
 class TenantView(Record):

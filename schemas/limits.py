@@ -127,6 +127,7 @@ MAX_NEURONS = 4096  # neurons of a column of the axis `neuron` that are chosen b
 MAX_HARVEST_LINES = 4096  # documents in the request itself
 MAX_SHARD_MIB = 1024
 MAX_DOCUMENT_BYTES = 64 << 20  # of a line of a JSONL file
+MAX_SOURCES = 64  # entries of a tenant's `harvest_sources`
 
 # --- Keys, webhooks, listings ----------------------------------------------------------------------------------------------
 

@@ -191,6 +191,7 @@ class Settings(Record):
     limit_sweep_cells: Natural = 0
     limit_modules: Natural = 0
     limit_module_mib: Natural = 0
+    limit_harvests: Natural = 100
 
     # Scheduling
     dispatch_window: Count = 64  # messages in the queue per model and priority; further jobs wait in the ledger, fair between tenants

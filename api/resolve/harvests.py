@@ -1,8 +1,11 @@
 """Validation of a harvest against the model and the operator's folders. Nothing of a source is read here but names."""
 
-import anyio.to_thread
+from collections.abc import Sequence
 
-from ...broker.artifacts.corpora import find, store_of
+import anyio.to_thread
+import msgspec
+
+from ...broker.artifacts.corpora import find, roots_of, store_of
 from ...broker.ledger.harvests import new_harvest_id
 from ...schemas.banks import BANK, RESIDUAL
 from ...schemas.base import now
@@ -19,8 +22,10 @@ from .admission import check_vocabulary
 from .captures import SITE_RULES, Bounds, PromptFacts
 
 
-async def plan_harvest(body: HarvestRequest, info: ModelInfo, settings: Settings, steering: str, caller: Caller) -> StoredHarvest:
-    """`steering`: digest of the global steering. Raises a 400 naming the field and what is valid."""
+async def plan_harvest(
+    body: HarvestRequest, info: ModelInfo, settings: Settings, steering: str, caller: Caller, sources: Sequence[str] | None
+) -> StoredHarvest:  # fmt: skip
+    """`steering`: digest of the global steering. `sources`: the tenant's own. Raises a 400 naming the field and what is valid."""
     sites = _sites(body, info)
     generated = body.generate.max_tokens if body.generate is not None else 1
     longest = info.max_model_len - generated
@@ -37,13 +42,14 @@ async def plan_harvest(body: HarvestRequest, info: ModelInfo, settings: Settings
             "hooks", f"{capture.num_sites} rows of one token are more than the worker's buffer holds (setting capture_buffer_mib)",
             allowed=f"at most {info.capture_row_limit} rows per step: fewer layers or hooks",
         )  # fmt: skip
-    root = ""
-    if body.source.path is not None:
-        root, _, _ = await anyio.to_thread.run_sync(find, settings, body.source)
+    source, root = body.source, ""
+    if source.path is not None:
+        root, _, kind = await anyio.to_thread.run_sync(find, roots_of(settings, sources), source)
+        source = msgspec.structs.replace(source, format=kind)
     base = store_of(settings, body.store)
     harvest_id = new_harvest_id()
     return StoredHarvest(
-        id=harvest_id, model=info.name, created=now(), uri=below(base, harvest_id), sites=sites, source=body.source, root=root,
+        id=harvest_id, model=info.name, created=now(), uri=below(base, harvest_id), sites=sites, source=source, root=root,
         cut=body.cut, max_length=body.cut.max_length or longest, positions=body.positions, at=body.at, generate=body.generate,
         dtype=body.dtype, row_bytes=sum(info.row_size(hook) * len(layers) for hook, layers in sites.items()) * ITEM_BYTES[info.dtype],
         shards=body.shards, max_tokens=body.max_tokens, tenant=caller.tenant, key=caller.key, priority=body.priority or "normal",

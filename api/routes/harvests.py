@@ -42,7 +42,8 @@ async def post_harvest(data: JSONBody[HarvestRequest], request: JsonRequest, key
     idempotency = request.idempotency(key)
     info = await context.model(data.model)
     steering = (await context.model_state(info.name, [], caller)).global_steering.digest
-    harvest = await plan_harvest(data, info, context.settings, steering, caller)
+    sources = (await context.ledger.tenants.get(caller.tenant)).limits.harvest_sources
+    harvest = await plan_harvest(data, info, context.settings, steering, caller, sources)
     harvest_id = await context.harvests.submit(harvest, idempotency)
     await context.harvests.advance(harvest_id)
     return Response(await context.harvests.view(harvest_id), status_code=202, headers={"Location": f"/v1/harvests/{harvest_id}"})

@@ -5,9 +5,11 @@ from typing import Annotated, Any
 from litestar import Response, delete, get, post, put
 from litestar.params import JSONBody, PathParameter
 
+from ...broker.artifacts.corpora import roots_of
 from ...broker.ledger.jobs import reachable
 from ...broker.ledger.keys import view_of
 from ...schemas.base import now
+from ...schemas.errors import invalid
 from ...schemas.keys import TENANT_PATTERN, CreatedKey, KeyList, KeyRequest, Limits, Tenant, TenantList, TenantView
 from ...schemas.limits import MAX_TAG
 from ..context import AppContext, context_of
@@ -91,6 +93,11 @@ async def get_tenant(name: TenantParameter, request: JsonRequest) -> TenantView:
 )
 async def put_tenant(name: TenantParameter, data: JSONBody[Limits], request: JsonRequest) -> TenantView:
     context = context_of(request)
+    for index, source in enumerate(data.harvest_sources or []):
+        if not roots_of(context.settings, [source]):
+            there = ", ".join(roots_of(context.settings)) or "nothing"
+            allowed = f"one of the setting harvest_sources, or a folder below one: {there}"
+            raise invalid(f"harvest_sources[{index}]", f"{source!r} is not open to harvests", allowed=allowed)
     await reachable(context.ledger.tenants.put)(Tenant(name=name, limits=data))
     return await _view(context, name)
 

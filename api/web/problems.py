@@ -28,7 +28,10 @@ JOB_HEADER = "x-midstream-job"
 OPENAI_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})
 
 #: Kind → after how many seconds a client may try again.
-RETRY_AFTER_S = {"unavailable": 1, "too_many_cells": 10, "too_many_jobs": 5, "capture_limit": 60, "rate_limited": 5, "overloaded": 5}
+RETRY_AFTER_S = {
+    "unavailable": 1, "too_many_cells": 10, "too_many_jobs": 5, "too_many_harvests": 60, "capture_limit": 60, "rate_limited": 5,
+    "overloaded": 5,
+}  # fmt: skip
 
 #: Kind → what else its answers say (RFC 6750).
 HEADERS_OF: dict[str, dict[str, str]] = {

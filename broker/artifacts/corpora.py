@@ -1,7 +1,7 @@
 """Sources of harvests: which files a request may name, and which they are. Nothing is read here but names."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.harvests import Format, HarvestSource
@@ -30,10 +30,23 @@ def store_of(settings: Settings, wanted: str | None) -> str:
     return wanted.rstrip("/")
 
 
-def find(settings: Settings, source: HarvestSource) -> tuple[str, list[str], Format]:
+def roots_of(settings: Settings, own: Sequence[str] | None = None) -> list[str]:
+    """The folders and URIs that may be read: those of the setting, or of a tenant's `own` those that are one of these or below one."""
+    everybodys = allowed(settings.harvest_sources)
+    if own is None:
+        return everybodys
+    return [root for root in (each.rstrip("/") for each in own) if any(_inside(root, outer) for outer in everybodys)]
+
+
+def _inside(root: str, outer: str) -> bool:
+    path, _, options = root.partition("?")
+    known, _, known_options = outer.partition("?")
+    return options == known_options and ".." not in path.split("/") and (path == known or path.startswith(known + "/"))
+
+
+def find(roots: Sequence[str], source: HarvestSource) -> tuple[str, list[str], Format]:
     """(root, files in order, format) of a source with a path. Raises a 400 naming the field."""
     assert source.path is not None, "lines are in the request"
-    roots = allowed(settings.harvest_sources)
     if not roots:
         raise invalid("source.path", "no folder is open to harvests", allowed="`source.lines`, or the setting harvest_sources")
     for root in roots:

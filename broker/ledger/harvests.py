@@ -14,6 +14,7 @@ from ...schemas.harvest_work import HarvestPart
 from ...schemas.harvests import (
     OVER,
     HarvestPage,
+    HarvestSource,
     HarvestState,
     HarvestView,
     PartFile,
@@ -25,6 +26,7 @@ from ...schemas.jobs import Job, Sampling, State
 from ...schemas.states import TERMINAL
 from . import scripts
 from .jobs import ALPHABET, Ledger, new_job_id, reachable
+from .tenants import limits_of, refusal
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ LOCK_MS = 10_000
 #: Harvests in a page.
 PAGE = 200
 #: Refusals of a submission that time resolves.
-WAITS = {"rate_limited", "too_many_jobs", "overloaded", "unavailable"}
+WAITS = {"rate_limited", "too_many_jobs", "capture_limit", "overloaded", "unavailable"}
 #: Numbers of the parts that plan and seal.
 PLANS, SEALS = -1, -2
 
@@ -81,30 +83,25 @@ class Harvests:
     async def submit(self, harvest: StoredHarvest, idempotency: tuple[str, str] | None = None) -> str:
         """Accept it; returns its id, durable. With an Idempotency-Key and the same body again: the first one's.
 
-        Raises MidstreamError("idempotency_mismatch") for another body.
+        Raises MidstreamError("idempotency_mismatch") for another body; too_many_harvests, capture_limit if the tenant has reached a
+        limit, and overloaded if Redis is nearly full: nothing is accepted then.
         """
-        if idempotency is not None:
-            key, body = idempotency
-            name = f"ms:idem:{key}"
-            if not await self._redis.set(name, f"{harvest.id}:{body}", nx=True, ex=self._ledger.settings.result_ttl_s):
-                first_id, _, first_body = (await self._redis.get(name) or b":").decode().partition(":")
-                if first_body != body:
-                    detail = f"this Idempotency-Key was used for {first_id} with a different body"
-                    raise MidstreamError("idempotency_mismatch", detail, field="Idempotency-Key")
-                if await self._redis.exists(f"ms:harvest:{first_id}"):
-                    await self._ledger.written()  # whoever submitted it first may not have been told that it is
-                    return first_id
-                # That submission ended between the key and the record: from now on the key names this one.
-                await self._redis.set(name, f"{harvest.id}:{body}", ex=self._ledger.settings.result_ttl_s)
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(
-                f"ms:harvest:{harvest.id}",
-                mapping={"spec": to_msgpack(harvest), "state": "planning", "wanted": "run", "version": 1, "tenant": harvest.tenant},
-            )
-            pipe.zadd("ms:harvests", {harvest.id: harvest.created}).sadd("ms:harvests-live", harvest.id)
-            await pipe.execute()
-        await self._ledger.written()
-        return harvest.id
+        key, body = idempotency or (None, None)
+        spec, settings = to_msgpack(harvest), self._ledger.settings
+        await self._ledger.check_room(len(spec))
+        arguments = scripts.pack(
+            settings, id=harvest.id, spec=spec, created=repr(harvest.created), tenant=harvest.tenant, idem=key, body=body,
+            limits=limits_of(settings),
+        )  # fmt: skip
+        outcome, harvest_id, *rest = scripts.text(await self._scripts.accept_harvest(args=arguments))
+        if outcome == "refused":
+            raise refusal(harvest.tenant, harvest_id, int(rest[0]), int(rest[1]), 1, None)
+        if outcome == "mismatch":
+            detail = f"this Idempotency-Key was used for {harvest_id} with a different body"
+            raise MidstreamError("idempotency_mismatch", detail, field="Idempotency-Key")
+        self._ledger.took_room(len(spec))
+        await self._ledger.written()  # also of a repeat: whoever submitted it first may not have been told
+        return harvest_id
 
     @reachable
     async def stored(self, harvest_id: str) -> StoredHarvest:
@@ -132,10 +129,8 @@ class Harvests:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for name in names[start : start + PAGE]:
                     pipe.hgetall(f"ms:harvest:{name}")
-                for name, record in zip(names[start : start + PAGE], await pipe.execute(), strict=True):
-                    if not record:
-                        await self._redis.zrem("ms:harvests", name)
-                    elif tenant is None or record[b"tenant"].decode() == tenant:
+                for record in await pipe.execute():
+                    if record and (tenant is None or record[b"tenant"].decode() == tenant):
                         found.append(_view(_texts(record), []))
             if len(found) >= limit:
                 break
@@ -164,9 +159,8 @@ class Harvests:
 
     @reachable
     async def forget(self, harvest_id: str) -> None:
-        """Remove the record of one that is over."""
-        await self._redis.delete(*[f"ms:{kind}:{harvest_id}" for kind in ("harvest", "harvest-out", "harvest-done")])
-        await self._redis.zrem("ms:harvests", harvest_id)
+        """Remove the record of one that is over and whose files are deleted: its tenant is no longer charged for them."""
+        await self._scripts.forget_harvest(args=scripts.pack(self._ledger.settings, id=harvest_id))
 
     # ---- the worker's side --------------------------------------------------------------------------------------------
 
@@ -258,7 +252,6 @@ class Harvests:
         if not record or record["state"] in OVER:
             await self._redis.srem("ms:harvests-live", harvest_id)
             return
-        await self._redis.sadd("ms:harvests-live", harvest_id)
         harvest = from_msgpack(cast(bytes, record["spec"]), StoredHarvest)
         out, again, problem = await self._look(harvest_id)
         wanted = record["wanted"]
@@ -376,8 +369,11 @@ class Harvests:
             await pipe.execute()
 
     async def _end(self, harvest_id: str, state: HarvestState, problem: Problem | None) -> None:
-        name, ttl = f"ms:harvest:{harvest_id}", self._ledger.settings.result_ttl_s
-        fields: dict[str, Any] = {"state": state, "finished": repr(now()), "reason": ""}
+        """The record stays until its files are deleted, without the lines of the request."""
+        name, harvest = f"ms:harvest:{harvest_id}", await self.stored(harvest_id)
+        if harvest.source.lines is not None:
+            harvest = msgspec.structs.replace(harvest, source=HarvestSource(lines=[""]))
+        fields: dict[str, Any] = {"state": state, "finished": repr(now()), "reason": "", "spec": to_msgpack(harvest)}
         if problem is not None:
             fields["error"] = to_json(problem)
         parts, done = int(await self._redis.hget(name, "parts") or 0), await self._redis.hkeys(f"ms:harvest-done:{harvest_id}")
@@ -386,9 +382,9 @@ class Harvests:
             for each in left:
                 pipe.delete(each)
             pipe.hset(name, mapping=fields).hdel(name, "trouble").hincrby(name, "version", 1)
-            pipe.delete(f"ms:harvest-out:{harvest_id}", f"ms:harvest-begun:{harvest_id}").srem("ms:harvests-live", harvest_id)
-            for kind in ("harvest", "harvest-done"):
-                pipe.expire(f"ms:{kind}:{harvest_id}", 2 * ttl)
+            pipe.delete(f"ms:harvest-out:{harvest_id}", f"ms:harvest-begun:{harvest_id}")
+            pipe.expire(f"ms:harvest-done:{harvest_id}", 2 * self._ledger.settings.result_ttl_s)  # a seal may be run again
+            pipe.srem("ms:harvests-live", harvest_id).srem(f"ms:harvests-open:{harvest.tenant}", harvest_id)
             await pipe.execute()
 
 

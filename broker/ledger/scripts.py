@@ -52,7 +52,7 @@ NAMES = (
     "submit", "claim", "store", "fail", "cancel", "cancelled", "release", "release_boots", "renew", "emit",
     "settle", "lost", "sweep", "look_again", "forget_captures", "removed_captures", "desync",
     "propose", "commit", "abort", "put_module", "delete_module", "delete_run", "keep_units", "top_up", "recount", "recounted",
-    "keep_harvest", "list_modules", "forget_workers", "put_probe", "delete_probe",
+    "accept_harvest", "keep_harvest", "forget_harvest", "list_modules", "forget_workers", "put_probe", "delete_probe",
 )  # fmt: skip
 
 #: Included at the start of every script, in this order.
@@ -213,7 +213,7 @@ def submit(
         expires=None if job.expires is None else repr(job.expires),
         callback=_callback(job),
         cost=cost_of(job),
-        files=bool(set(tags) - set(operators)),
+        files=bool(set(tags) - set(operators)) or (job.harvest is not None and job.harvest.role == "run"),
         limits=limits_of(settings),
         blobs=_tensors({**dict.fromkeys(pinned, b""), **blobs}),
     )

@@ -15,7 +15,9 @@ TENANTS = "ms:tenants"
 USAGE = "ms:usage"
 
 #: Limits of a tenant that have a default in the settings.
-DEFAULTED = ("requests_per_minute", "tokens_per_minute", "jobs_in_flight", "capture_mib", "sweep_cells", "modules", "module_mib")
+DEFAULTED = (
+    "requests_per_minute", "tokens_per_minute", "jobs_in_flight", "capture_mib", "sweep_cells", "modules", "module_mib", "harvests",
+)  # fmt: skip
 
 #: Name of a limit → kind of problem, its detail, and what would be accepted.
 REFUSALS: dict[str, tuple[str, str]] = {
@@ -24,7 +26,8 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "jobs_in_flight": ("too_many_jobs", "jobs of tenant {tenant} in flight: {used}; the limit is {allowed}"),
     "sweep_cells": ("too_many_cells", "cells of tenant {tenant}'s sweeps, waiting or running: {used}; cells of this sweep: {more}"),
     "sweep_cells_waiting": ("too_many_cells", "cells of other sweeps, waiting or running: {used}; cells of this sweep: {more}"),
-    "capture_mib": ("capture_limit", "the capture files of tenant {tenant} use {used} MiB; the limit is {allowed} MiB"),
+    "harvests": ("too_many_harvests", "harvests of tenant {tenant} that have not ended: {used}; the limit is {allowed}"),
+    "capture_mib": ("capture_limit", "the captures and harvests of tenant {tenant} use {used} MiB; the limit is {allowed} MiB"),
     "modules": ("module_limit", "named modules of tenant {tenant}: {used}; the limit is {allowed}"),
     "module_mib": ("module_limit", "with this module of {more} MiB, tenant {tenant} exceeds its limit of {allowed} MiB of named modules"),
     "requests_per_minute": ("rate_limited", "tenant {tenant} has exceeded its limit of requests per minute ({allowed})"),
@@ -33,7 +36,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
 ALLOWED: dict[str, str] = {
     "sweep_cells": "{allowed} in total: retry when some have finished, or request fewer cells",
     "sweep_cells_waiting": "{allowed} in total (setting sweep_cells_waiting): retry when some have finished, or request fewer cells",
-    "capture_mib": "delete some (DELETE /v1/captures/<job>)",
+    "capture_mib": "delete some (DELETE /v1/captures/<job>, DELETE /v1/harvests/<harvest>)",
     "modules": "delete some (DELETE /v1/steering/modules/<name>)",
     "module_mib": "delete some (DELETE /v1/steering/modules/<name>), or use smaller ones",
 }
@@ -103,6 +106,7 @@ class Tenants:
         return Usage(
             jobs_in_flight=jobs, sweep_cells=cells, capture_bytes=kept, tokens_this_minute=tokens if current else 0,
             requests_this_minute=requests if current else 0, modules=len(sizes), module_bytes=sum(map(int, sizes)),
+            harvests=int(await self._redis.scard(f"ms:harvests-open:{name}")),
         )  # fmt: skip
 
     async def view(self, name: str) -> TenantView:

@@ -143,10 +143,12 @@ def tenants_set(
     requests_per_minute: Annotated[int | None, typer.Option(help="Submissions per minute.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="Prompt tokens and max_tokens per minute.")] = None,
     jobs_in_flight: Annotated[int | None, typer.Option(help="Jobs that have not ended.")] = None,
-    capture_mib: Annotated[int | None, typer.Option(help="Capture files, in MiB.")] = None,
+    capture_mib: Annotated[int | None, typer.Option(help="Capture files and harvests, in MiB.")] = None,
     sweep_cells: Annotated[int | None, typer.Option(help="Cells of sweeps that have not ended.")] = None,
     modules: Annotated[int | None, typer.Option(help="Named steering modules.")] = None,
     module_mib: Annotated[int | None, typer.Option(help="Named steering modules, in MiB.")] = None,
+    harvests: Annotated[int | None, typer.Option(help="Harvests that have not ended.")] = None,
+    harvest_source: Annotated[list[str] | None, typer.Option(help="Folder or URI that it may harvest; repeatable.")] = None,
     weight: Annotated[int, typer.Option(help="Weight of the tenant's share of the engine.")] = 1,
     highest_priority: Annotated[str, typer.Option(help="high, normal or low: the highest priority its jobs may have.")] = "high",
     json_: AsJson = False,
@@ -156,6 +158,7 @@ def tenants_set(
     given = {
         "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute, "jobs_in_flight": jobs_in_flight,
         "capture_mib": capture_mib, "sweep_cells": sweep_cells, "modules": modules, "module_mib": module_mib,
+        "harvests": harvests, "harvest_sources": harvest_source or None,
         "weight": weight, "highest_priority": wire.checked(highest_priority, Priority, "highest_priority"),  # type: ignore[arg-type]
     }  # fmt: skip
     with connect(url) as client:
@@ -198,9 +201,11 @@ def _show(found: Sequence[TenantView], as_json: bool) -> None:
                 ("jobs in flight", _of(usage.jobs_in_flight, limits.jobs_in_flight)),
                 ("requests this minute", _of(usage.requests_this_minute, limits.requests_per_minute)),
                 ("tokens this minute", _of(usage.tokens_this_minute, limits.tokens_per_minute)),
-                ("captures", _size_of(usage.capture_bytes, limits.capture_mib)),
+                ("captures, harvests", _size_of(usage.capture_bytes, limits.capture_mib)),
                 ("sweep cells", _of(usage.sweep_cells, limits.sweep_cells)),
                 ("modules", f"{_of(usage.modules, limits.modules)}, {_size_of(usage.module_bytes, limits.module_mib)}"),
+                ("open harvests", _of(usage.harvests, limits.harvests)),
+                *([("may harvest", ", ".join(limits.harvest_sources))] if limits.harvest_sources is not None else []),
                 ("weight", str(limits.weight)),
                 ("highest priority", limits.highest_priority),
             )

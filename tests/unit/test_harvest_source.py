@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from midstream.broker.artifacts.corpora import find, store_of
+from midstream.broker.artifacts.corpora import find, roots_of, store_of
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.harvests import HarvestSource, Plan, StoredHarvest
 from midstream.schemas.settings import Settings
@@ -24,6 +25,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reader(folder: Path, source: HarvestSource, **changes: Any) -> Reader:
+    """With the format found, as a harvest that was accepted has it."""
+    if source.path is not None:
+        source = msgspec.structs.replace(source, format=find([str(folder)], source)[2])
     fields: dict[str, Any] = {
         "id": "hrv_1", "model": "m", "created": 0.0, "uri": "/none", "sites": {"post_block": [0]}, "source": source, "root": str(folder),
         "max_length": 4096, "row_bytes": 640 << 10,
@@ -155,7 +159,7 @@ def test_a_path_that_is_not_a_corpus_is_refused_by_its_field(tmp_path: Path, pat
     (tmp_path / "outside.jsonl").write_text("{}")
     (root / "link.jsonl").symlink_to(tmp_path / "outside.jsonl")
     with pytest.raises(MidstreamError) as raised:
-        find(Settings(harvest_sources=str(root)), HarvestSource(path=path, **changes))
+        find(roots_of(Settings(harvest_sources=str(root))), HarvestSource(path=path, **changes))
     assert (raised.value.kind, raised.value.field) == ("invalid_request", field)
     assert raised.value.allowed
 
@@ -168,3 +172,18 @@ def test_a_store_must_be_one_that_the_operator_allows(tmp_path: Path) -> None:
         store_of(settings, "s3://other")
     assert raised.value.field == "store"
     assert store_of(Settings(data_dir=str(tmp_path)), None) == f"{tmp_path}/harvests"
+
+
+@pytest.mark.parametrize(
+    ("own", "found"),
+    [
+        (None, ["/data", "s3://corpora/en?region=eu"]),
+        ([], []),
+        (["/data/"], ["/data"]),
+        (["/data/vision", "/database", "/", "/data/../etc"], ["/data/vision"]),
+        (["s3://corpora/en/wiki?region=eu"], ["s3://corpora/en/wiki?region=eu"]),
+        (["s3://corpora/en", "s3://corpora/english?region=eu"], []),
+    ],
+)
+def test_a_tenant_may_read_what_is_its_own_and_open(own: list[str] | None, found: list[str]) -> None:
+    assert roots_of(Settings(harvest_sources="/data, s3://corpora/en?region=eu"), own) == found

@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ...broker.artifacts.chat_templates import in_parts, template_environment
-from ...broker.artifacts.corpora import find, missing
+from ...broker.artifacts.corpora import find, missing, roots_of
 from ...schemas.errors import MidstreamError
 from ...schemas.harvests import Plan, PlannedUnit, StoredHarvest
 from ...schemas.limits import MAX_DOCUMENT_BYTES
@@ -35,9 +35,9 @@ class HarvestSource:
     """The documents of one harvest. Blocking; one thread at a time."""
 
     def __init__(self, harvest: StoredHarvest, bundle: TokenizerBundle, settings: Settings) -> None:
-        self._harvest, self._bundle, self._settings, self._source = harvest, bundle, settings, harvest.source
+        self._harvest, self._bundle, self._source = harvest, bundle, harvest.source
+        self._roots = roots_of(settings, [harvest.root])
         self._store: ArtifactStore | None = open_store(harvest.root) if harvest.root else None
-        self._files: list[str] = []
         tokens = max(1, (harvest.shards.mib << 20) // harvest.row_bytes) * harvest.positions.every
         self._target = min(MOST_WEIGHT, max(LEAST_WEIGHT, tokens * TOKEN_BYTES))
         self._table = lru_cache(maxsize=OPEN)(self._read_table)
@@ -63,8 +63,7 @@ class HarvestSource:
         if self._source.lines is not None:
             units = list(self._grouped(0, 0, [_weight(line) for line in self._source.lines]))
         else:
-            _, files, kind = find(self._settings, self._source)
-            self._files = files
+            _, files, kind = find(self._roots, self._source)
             units, first = [], 0
             for number, key in enumerate(files):
                 of_file, documents = self._guarded(key, partial(PLANS[kind], self, number, key, first))
@@ -72,7 +71,6 @@ class HarvestSource:
                 first += documents
         plan = Plan(files=files, units=units, parts=0)
         if self._harvest.max_tokens is not None:
-            self._files = files
             units = list(self._limited(plan, self._harvest.max_tokens))
         size = max(min(PART_UNITS, -(-len(units) // 4)), -(-len(units) // MOST_PARTS), 1)
         return Plan(files=files, units=units, parts=-(-len(units) // size))
@@ -164,8 +162,7 @@ class HarvestSource:
         return within([Document(unit.document + row, of_row) for row, of_row in enumerate(ids)], self._harvest, unit.tokens)
 
     def _rows(self, key: str, unit: PlannedUnit) -> list[Any]:
-        kind = self._source.format if self._source.format != "auto" else find(self._settings, self._source)[2]
-        if kind == "jsonl":
+        if self._source.format == "jsonl":
             with self._open(key) as handle:
                 data = handle.read(unit.start, unit.stop - unit.start)
             if len(data) != unit.stop - unit.start:
@@ -174,7 +171,7 @@ class HarvestSource:
             if data.endswith(b"\n"):
                 lines.pop()
             return [self._line(line, row + unit.document) for row, line in enumerate(lines)]
-        if kind == "parquet":
+        if self._source.format == "parquet":
             return self._parquet_rows(key, unit.start, unit.stop)
         column = self._table(key, -1).column(self._source.field)
         return list(column.slice(unit.start, unit.stop - unit.start).to_pylist())

@@ -103,6 +103,9 @@ class HarvestAttempt:
 
     async def _seal(self, harvest: StoredHarvest, store: ArtifactStore) -> None:
         done = await patiently(lambda: self._harvests.done(harvest.id), f"parts of {harvest.id}")
+        plan = await asyncio.to_thread(_read_plan, store)
+        if len(done) != plan.parts:
+            raise MidstreamError("internal", f"{len(done)} of {plan.parts} parts are recorded: nothing is removed")
         manifest = await asyncio.to_thread(self._manifest, harvest, store, [done[part] for part in sorted(done)])
         crash_point("harvest.sealing")
         await self._put(harvest, store, MANIFEST, to_json(manifest))

@@ -35,6 +35,19 @@ local function read(id)
   return job
 end
 
+-- What was accepted under this Idempotency-Key and is still there: {'created' (this very call, repeated), 'repeated' or 'mismatch', its id}.
+local function accepted_before(idem, body, id)
+  local first = idem and redis.call('GET', key('idem', idem))
+  if not first then
+    return nil
+  end
+  local first_id, first_body = string.match(first, '^([^:]+):(.*)$')
+  if redis.call('EXISTS', key('job', first_id), key('harvest', first_id)) == 0 then
+    return nil
+  end
+  return {first_body ~= body and 'mismatch' or first_id == id and 'created' or 'repeated', first_id}
+end
+
 -- The fence: whether `attempt` is current and has not ended.
 local function working(job, attempt)
   return (job.state == 'running' or job.state == 'cancelling') and job.attempt == tonumber(attempt)

@@ -30,6 +30,7 @@ if new then
   for name, more in pairs(args.counts) do
     redis.call('HINCRBY', record, name, more)
   end
+  tally(record, redis.call('HGET', record, 'tenant'), 'bytes', args.counts.bytes or 0)
   redis.call('HDEL', record, 'trouble')
   redis.call('HINCRBY', record, 'version', 1)
 end

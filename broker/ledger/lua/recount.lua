@@ -1,8 +1,8 @@
--- Recount usage from unfinished jobs and stored captures, in slices, because Redis serves no other client during a script.
+-- Recount usage from unfinished jobs, stored captures and harvests, in slices, because Redis serves no other client during a script.
 -- Items already counted are in `ms:recount-seen`: a change of their usage updates both counts (`tally`). Other items are
 -- counted as they are when their turn comes, and new ones from their creation. So the final count is that of its last moment.
 -- Every queued job is also put back where the reaper looks.
--- args: name (of this count), which ('live' or 'captures'), cursor ('0' at first), many (how many to examine)
+-- args: name (of this count), which ('live', 'captures' or 'harvests'), cursor ('0' at first), many (how many to examine)
 -- returns the next cursor, '0' when all were examined; '' if another count has replaced this one, or Redis has restarted
 local name, which, cursor = of_this_start(args.name), args.which, args.cursor
 if redis.call('HGET', RECOUNT, 'name') ~= name then
@@ -46,6 +46,12 @@ function look.captures(id)
   local tenant, bytes = unpack(redis.call('HMGET', key('capture', id), 'charged', 'bytes'))
   if tenant and redis.call('SADD', SEEN, key('capture', id)) == 1 then
     add(tenant, 'bytes', tonumber(bytes))
+  end
+end
+function look.harvests(id)
+  local tenant, bytes = unpack(redis.call('HMGET', key('harvest', id), 'tenant', 'bytes'))
+  if tenant and redis.call('SADD', SEEN, key('harvest', id)) == 1 then
+    add(tenant, 'bytes', tonumber(bytes) or 0)
   end
 end
 

@@ -54,17 +54,9 @@ local function over_limit(limits)
   redis.call('EXPIRE', rate, math.ceil(lasts))
 end
 
-if idem then
-  local first = redis.call('GET', key('idem', idem))
-  if first then
-    local first_id, first_body = string.match(first, '^([^:]+):(.*)$')
-    if redis.call('EXISTS', key('job', first_id)) == 1 then
-      if first_body ~= args.body then
-        return {'mismatch', first_id}
-      end
-      return {first_id == id and 'created' or 'repeated', first_id}
-    end
-  end
+local before = accepted_before(idem, args.body, id)
+if before then
+  return before
 end
 local there = redis.call('HGET', key('job', id), 'spec')
 if there then -- a repeat: the client's connection broke before the reply arrived

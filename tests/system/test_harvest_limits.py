@@ -1,0 +1,117 @@
+"""What harvests may use: how many are open, what they write, what they read; and that a key names one harvest."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from harvest_kit import checked, texts
+from harvest_rig import stored, work
+from sweep_rig import Rig
+from tenant_kit import ADMIN, Caller, asking, bearer
+
+from edge import Hand
+from midstream.broker.ledger.harvests import Harvests
+from midstream.broker.ledger.scripts import Scripts
+from midstream.broker.ledger.usage_reconciliation import UsageReconciliation
+from midstream.schemas.base import now
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.harvests import HarvestShards
+from midstream.schemas.keys import Limits, Tenant
+
+SITES = {"post_block": [1, 3]}
+DOCUMENTS = texts(300, 200)
+
+
+async def counted_anew(rig: Rig) -> list[str]:
+    count = UsageReconciliation(Scripts(rig.ledger.redis), rig.settings, now())
+    while (differed := await count.step()) is None:
+        pass
+    return differed
+
+
+def test_no_more_harvests_are_open_than_a_tenant_may_have(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        harvests = Harvests(rig.ledger)
+        many = [stored(rig, ["one"], SITES) for _ in range(60)]
+        answers = await asyncio.gather(*[harvests.submit(each) for each in many], return_exceptions=True)
+        (kind,) = {answer.kind for answer in answers if isinstance(answer, MidstreamError)}
+        accepted = [answer for answer in answers if isinstance(answer, str)]
+        assert (kind, len(accepted), len(await harvests.live())) == ("too_many_harvests", 7, 7)
+        assert (await rig.ledger.tenants.usage("default")).harvests == 7
+        await harvests.submit(msgspec.structs.replace(many[0], id="hrv_of_another", tenant="another"))
+        await harvests.ask(accepted[0], "cancel")
+        await harvests.advance(accepted[0])
+        await harvests.submit(stored(rig, ["one"], SITES))
+        with pytest.raises(MidstreamError, match="the limit is 7"):
+            await harvests.submit(stored(rig, ["one"], SITES))
+
+    Rig(redis_url, tmp_path, limit_harvests=7)(scenario)
+
+
+def test_one_key_names_one_harvest_however_often_it_is_sent(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        harvests = Harvests(rig.ledger)
+        sent = [harvests.submit(stored(rig, ["one"], SITES), ("key", "body")) for _ in range(40)]
+        assert len(set(await asyncio.gather(*sent))) == 1
+        assert len(await harvests.live()) == len((await harvests.list(None, 100)).harvests) == 1
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_what_a_harvest_writes_is_charged_until_it_is_deleted(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        async def used() -> int:
+            return (await rig.ledger.tenants.usage("default")).capture_bytes
+
+        harvests = Harvests(rig.ledger)
+        async with rig.worker() as runs:
+            harvest = stored(rig, DOCUMENTS, SITES, row_bytes=8192, shards=HarvestShards(mib=2))
+            await harvests.submit(harvest)
+            working = asyncio.create_task(work(rig, runs, harvest.id))
+            while not (view := await harvests.view(harvest.id)).reason:  # noqa: ASYNC110
+                assert not working.done()
+                await asyncio.sleep(0.01)
+            assert "the limit is 1 MiB" in view.reason
+            assert await used() == view.bytes >= 1 << 20
+            with pytest.raises(MidstreamError, match="the limit is 1 MiB"):
+                await harvests.submit(stored(rig, ["one"], SITES))
+            await rig.ledger.tenants.put(Tenant(name="default", limits=Limits(capture_mib=0)))
+            view = await working
+            assert (view.state, view.reason) == ("succeeded", "")
+            assert await used() == view.bytes == checked(harvest.uri).manifest.bytes
+            assert await counted_anew(rig) == []
+            await rig.ledger.redis.hset("ms:usage", "default/bytes", 5)
+            assert await counted_anew(rig) == [f"default/bytes: 5 instead of {view.bytes}"]
+            kept = await harvests.stored(harvest.id)
+            assert kept.source.lines == [""]
+            assert await rig.ledger.redis.ttl(f"ms:harvest:{harvest.id}") == -1, "its files are there: so is its record"
+            await harvests.forget(harvest.id)
+            assert await used() == 0
+            assert await counted_anew(rig) == []
+
+    Rig(redis_url, tmp_path, limit_capture_mib=1)(scenario)
+
+
+def test_a_tenant_reads_only_the_folders_that_it_may(redis_url: str, tmp_path: Path) -> None:
+    for name in ("vision", "speech"):
+        (tmp_path / "corpora" / name).mkdir(parents=True)
+        (tmp_path / "corpora" / name / "a.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    root = str(tmp_path / "corpora")
+
+    def body(path: str) -> dict[str, Any]:
+        return {"model": "tiny", "source": {"path": path}, "layers": [0]}
+
+    with asking(tmp_path, redis_url, harvest_sources=root) as api, Hand(api.settings) as hand:
+        ada = Caller(api, hand, "ada")
+        assert ada.http.post("/v1/harvests", json=body("speech/a.jsonl")).status_code == 202
+        limits = f"{api.url}/v1/tenants/ada"
+        refused = ada.http.put(limits, json={"harvest_sources": ["/etc"]}, headers=bearer(ADMIN))
+        assert (refused.status_code, refused.json()["field"]) == (400, "harvest_sources[0]")
+        assert ada.http.put(limits, json={"harvest_sources": [f"{root}/vision"]}, headers=bearer(ADMIN)).status_code == 200
+        refused = ada.http.post("/v1/harvests", json=body("speech/a.jsonl"))
+        assert (refused.status_code, refused.json()["field"]) == (400, "source.path")
+        assert ada.http.post("/v1/harvests", json=body("a.jsonl")).status_code == 202
+        assert ada.http.get("/v1/tenant").json()["usage"]["harvests"] == 2
