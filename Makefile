@@ -35,7 +35,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-matrix test-faults test-machines test-compose fidelity walk quantised smoke-vllm lens bench bench-gpu lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-matrix test-faults test-machines test-compose fidelity walk quantised smoke-vllm lens sae bench bench-gpu lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -145,10 +145,19 @@ smoke-vllm: $(READY) ## capture, steer, patch, two ranks and both runners with a
 	@PYTHONPATH=.cache/types $(PYTHON) -m midstream.workers.runner.seams
 	@PYTHONPATH="$(CURDIR)/.cache/types" PATH="$(dir $(abspath $(PYTHON))):$$PATH" $(PYTHON) -m pytest -ra -p no:cacheprovider $(PYTEST_ARGS) tests/engine/test_smoke.py
 
-lens: $(READY) model ## install TransformerLens and recompute its reference grids, against which patched grids are tested
-	@$(BIN)/python -m venv .cache/lens
-	@.cache/lens/bin/python -m pip install --quiet --no-deps --require-hashes $(TORCH_INDEX:%=--extra-index-url %) -r requirements/torch-cpu.lock -r requirements/lens.lock
-	@.cache/lens/bin/python -c 'import torch' 2>/dev/null || .cache/lens/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements/torch-cuda.lock
+# Packages that need other versions than vLLM, each in an environment of its own.
+.cache/%/.ready: requirements/%.lock requirements/torch-cpu.lock | $(READY)
+	@echo "== environment in .cache/$*"
+	@$(BIN)/python -m venv .cache/$*
+	@.cache/$*/bin/python -m pip install --quiet --no-deps --require-hashes $(TORCH_INDEX:%=--extra-index-url %) -r requirements/torch-cpu.lock -r $<
+	@.cache/$*/bin/python -c 'import torch' 2>/dev/null || .cache/$*/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements/torch-cuda.lock
+	@.cache/$*/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+.PRECIOUS: .cache/%/.ready
+
+sae: .cache/sae/.ready ## install SAELens, which examples/train_sae.py trains with, in .cache/sae
+
+lens: $(READY) model .cache/lens/.ready ## install TransformerLens and recompute its reference grids, against which patched grids are tested
 	@.cache/lens/bin/python benchmarks/lens.py golden
 	@.cache/lens/bin/python benchmarks/lens_heads.py golden
 

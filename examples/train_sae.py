@@ -1,47 +1,38 @@
-"""Trains a small sparse autoencoder on activations of the demo model, and saves it as SAELens does: the one of `docs/features.md`.
+"""Trains a small sparse autoencoder with SAELens on a harvest of the demo model, registers it, and shows what its features stand for.
 
+    make sae                                          # SAELens, in an environment of its own: .cache/sae
     midstream up --set sae_dir=.midstream/saes &
-    python examples/train_sae.py --out .midstream/saes/smollm2-15
+    .cache/sae/bin/python examples/train_sae.py --out .midstream/saes/smollm2-15
 
-1. The model continues some hundred prompts, several times each, with sampling; its rows at one layer are captured at every token.
-2. A BatchTopK autoencoder (Bussmann et al. 2024, arXiv:2412.06410) is trained on them with Adam, in numpy. Of each batch, the largest
-   activations stay, `--active` for each row on average. Decoder rows have length 1. Features that are never active get the direction of
-   a badly reconstructed row.
-3. For inference it is JumpReLU, as in sae-lens: the threshold is the mean of the smallest activations that stayed in a batch.
+1. The corpus is what the model says after some hundred prompts. A harvest generates it and keeps the rows of one layer, each token's
+   once. The first token of a text is left out: it is an attention sink, a hundred times larger than the others.
+2. SAELens trains a BatchTopK autoencoder (Bussmann et al. 2024, arXiv:2412.06410) on `midstream.harvest.activations`, and saves it as
+   JumpReLU.
+3. It is registered: requests may read its features and steer by them from now on (docs/features.md).
+4. A second harvest, of prompts that were not trained on, says how much of the rows it explains, and where features are most active.
 
-The first token of a text is left out: it is an attention sink, a hundred times larger than the others, and says nothing of the text.
-Texts that end up in the last tenth are not trained on. Prints what the autoencoder explains of them, and what its features stand for.
+`--lines` takes any text file with a document in each line instead of the prompts.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+import torch
+from sae_lens import SAE, BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig
+from sae_lens.config import SAETrainerConfig
+from sae_lens.training.sae_trainer import SAETrainer
 
-from midstream import CaptureReader, Client
+import midstream
 
 DATA = Path(__file__).with_name("data") / "sentiment.json"
-SINK = 1
-BATCH, RATE, BETAS = 512, 1e-3, (0.9, 0.999)
-#: Steps after which features that were not active are re-initialised; none of them in the last third.
-REVIVED_EVERY = 200
-#: Steps at the end over which the threshold is found.
-LAST = 200
-
-
-@dataclass
-class Texts:
-    """Rows `[tokens, hidden]` of all texts, and around each token the words before it."""
-
-    rows: np.ndarray
-    tokens: list[str]
-    contexts: list[str]
-    of: np.ndarray  # number of its text
+BATCH, HELD_EVERY = 512, 10
+#: Tokens before one that is shown, and the texts that are.
+BEFORE, SHOWN = 6, 4
 
 
 def prompts() -> list[str]:
@@ -50,182 +41,98 @@ def prompts() -> list[str]:
     return sentences + [frame.format(topic) for topic in (*raw["topics"], *raw["sweep_topics"]) for frame in raw["frames"]]
 
 
-def capture(client: Client, layer: int, rounds: int, tokens: int) -> Texts:
-    """Rows at `post_block` of what the model says after each prompt, and of the prompts."""
-    model = client.models()[0]
-    rows: list[np.ndarray] = []
-    words: list[str] = []
-    contexts: list[str] = []
-    of: list[int] = []
-    for number in range(rounds):
-        asked = prompts()
-        sampling = {"max_tokens": tokens, "temperature": 1.0, "seed": number}
-        result = client.run(model=model, prompts=asked, sampling=sampling, capture={"layers": layer, "positions": "all"})
-        reader: CaptureReader = client.capture(result)
-        for request in reader.requests():
-            found, said = reader.array(layer, request=request), reader.tokens(request)
-            rows.append(found[SINK:])
-            words += said[SINK:]
-            contexts += ["".join(said[max(0, place - 6) : place]) for place in range(SINK, len(said))]
-            of += [number * len(asked) + request] * (len(said) - SINK)
-        print(f"round {number + 1} of {rounds}: {len(words)} tokens")
-    return Texts(np.concatenate(rows).astype(np.float32), words, contexts, np.array(of))
+def harvested(client: midstream.Client, model: str, lines: list[str], asked: argparse.Namespace) -> midstream.harvest.Harvest:
+    """Rows at `post_block` of the documents and of what the model says after them."""
+    began = time.monotonic()
+    view = client.submit_harvest(
+        model=model, source={"lines": lines}, layers=[asked.layer], positions={"skip_first": 1},
+        generate={"max_tokens": asked.tokens, "temperature": 1.0},
+    )  # fmt: skip
+    view = client.wait_harvest(view)
+    print(f"{view.rows} rows of {view.documents} texts in {time.monotonic() - began:.0f} s, at {view.uri}")
+    return midstream.harvest.open(view.uri)
 
 
-@dataclass
-class Adam:
-    """Kingma and Ba 2014, arXiv:1412.6980."""
-
-    tensors: dict[str, np.ndarray]
-    steps: int = 0
-    first: dict[str, np.ndarray] = field(default_factory=dict)
-    second: dict[str, np.ndarray] = field(default_factory=dict)
-
-    def step(self, slopes: dict[str, np.ndarray], rate: float) -> None:
-        self.steps += 1
-        for name, slope in slopes.items():
-            first = self.first.setdefault(name, np.zeros_like(slope))
-            second = self.second.setdefault(name, np.zeros_like(slope))
-            first += (1 - BETAS[0]) * (slope - first)
-            second += (1 - BETAS[1]) * (slope * slope - second)
-            scale = rate * np.sqrt(1 - BETAS[1] ** self.steps) / (1 - BETAS[0] ** self.steps)
-            self.tensors[name] -= scale * first / (np.sqrt(second) + 1e-8)
-
-
-def batches(rows: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    while True:
-        order = rng.permutation(len(rows))
-        yield from (rows[order[start : start + BATCH]] for start in range(0, len(rows) - BATCH + 1, BATCH))
+def trained(uri: str, model: str, asked: argparse.Namespace) -> SAE[Any]:
+    """As it is saved in `asked.out`."""
+    began, harvest = time.monotonic(), midstream.harvest.open(uri)
+    torch.manual_seed(0)
+    config = BatchTopKTrainingSAEConfig(
+        d_in=harvest.manifest.widths["post_block"], d_sae=asked.features, k=asked.active, device="cpu",
+        normalize_activations="expected_average_only_in",
+    )  # fmt: skip
+    config.metadata.hook_name, config.metadata.model_name = f"blocks.{asked.layer}.hook_resid_post", model
+    config.metadata.prepend_bos = False
+    samples = asked.steps * BATCH
+    training = SAETrainerConfig(
+        total_training_samples=samples, train_batch_size_samples=BATCH, lr=1e-3, lr_decay_steps=asked.steps // 5,
+        dead_feature_window=200, n_batches_for_norm_estimate=20,
+    )  # fmt: skip
+    sae = SAETrainer(training, BatchTopKTrainingSAE(config), midstream.harvest.activations(uri, asked.layer, batch_size=BATCH)).fit()
+    sae.save_inference_model(asked.out)
+    print(f"trained on {samples} rows in {time.monotonic() - began:.0f} s; saved in {asked.out}")
+    return SAE.load_from_disk(asked.out)
 
 
-def unit(rows: np.ndarray) -> np.ndarray:
-    found: np.ndarray = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-    return found
+def explained(sae: SAE[Any], rows: np.ndarray) -> str:
+    with torch.no_grad():
+        values = sae.encode(torch.from_numpy(rows))
+        off = sae.decode(values).numpy() - rows
+    share = 1 - float((off**2).sum() / ((rows - rows.mean(0)) ** 2).sum())
+    active = f"{float((values > 0).sum(1).float().mean()):.1f} of {values.shape[1]} features for each token"
+    return f"{len(rows)} rows that were not trained on: {share:.1%} of the variance explained; active: {active}"
 
 
-def encoded(tensors: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
-    """Before any feature is left out, `[n, d_sae]`, 0 or more."""
-    return np.maximum((rows - tensors["b_dec"]) @ tensors["W_enc"] + tensors["b_enc"], 0)
-
-
-def train(rows: np.ndarray, features: int, active: int, steps: int) -> tuple[dict[str, np.ndarray], float]:
-    """Tensors of sae-lens' names, and the threshold, for rows whose mean square is 1."""
-    rng = np.random.default_rng(0)
-    width = rows.shape[1]
-    decoder = unit(rng.standard_normal((features, width))).astype(np.float32)
-    tensors = {"W_enc": decoder.T.copy(), "W_dec": decoder, "b_enc": np.zeros(features, np.float32), "b_dec": rows.mean(0)}
-    adam, thresholds, used = Adam(tensors), [], np.zeros(features, bool)
-    for step, batch in zip(range(steps), batches(rows, rng), strict=False):
-        centred = batch - tensors["b_dec"]
-        values = encoded(tensors, batch)
-        least = np.partition(values, -active * BATCH, axis=None)[-active * BATCH]
-        values *= values >= max(least, 1e-6)
-        off = values @ tensors["W_dec"] + tensors["b_dec"] - batch
-        slope = 2 / BATCH * off
-        inner = (slope @ tensors["W_dec"].T) * (values > 0)
-        slopes = {
-            "W_dec": values.T @ slope, "b_dec": slope.sum(0) - (inner @ tensors["W_enc"].T).sum(0),
-            "W_enc": centred.T @ inner, "b_enc": inner.sum(0),
-        }  # fmt: skip
-        adam.step(slopes, RATE * min(1.0, 5 * (steps - step) / steps))
-        tensors["W_dec"][:] = unit(tensors["W_dec"])
-        used |= (values > 0).any(0)
-        if step >= steps - LAST:
-            thresholds.append(float(values[values > 0].min()))
-        if (step + 1) % REVIVED_EVERY == 0:
-            dead = np.flatnonzero(~used)
-            explained = 1 - float((off**2).sum() / (centred**2).sum())
-            print(f"step {step + 1}: {explained:.1%} of the variance explained, {len(dead)} features not active lately")
-            if step < 2 * steps / 3 and len(dead):
-                worst = np.argsort(-(off**2).sum(1))[: len(dead)]
-                dead = dead[: len(worst)]
-                tensors["W_dec"][dead] = unit(-off[worst])
-                tensors["W_enc"][:, dead] = tensors["W_dec"][dead].T
-                tensors["b_enc"][dead] = 0
-            used[:] = False
-    return tensors, float(np.mean(thresholds))
-
-
-def save(folder: Path, tensors: dict[str, np.ndarray], threshold: float, scale: float, layer: int, model: str) -> dict[str, np.ndarray]:
-    """In SAELens' format, for rows as they are; weights are rounded to float16. What was saved, in float32."""
-    saved = {
-        "W_enc": tensors["W_enc"] * scale, "W_dec": tensors["W_dec"] / scale, "b_enc": tensors["b_enc"], "b_dec": tensors["b_dec"] / scale,
-        "threshold": np.full(len(tensors["b_enc"]), threshold, np.float32),
-    }  # fmt: skip
-    saved = {name: np.ascontiguousarray(tensor, dtype=np.float16) for name, tensor in saved.items()}
-    width, features = saved["W_enc"].shape
-    config = {
-        "architecture": "jumprelu", "d_in": width, "d_sae": features, "dtype": "float32", "device": "cpu", "apply_b_dec_to_input": True,
-        "normalize_activations": "none", "reshape_activations": "none",
-        "metadata": {"hook_name": f"blocks.{layer}.hook_resid_post", "model_name": model, "prepend_bos": False},
-    }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cfg.json").write_text(json.dumps(config, indent=1) + "\n")
-    save_file(saved, folder / "sae_weights.safetensors")
-    return {name: tensor.astype(np.float32) for name, tensor in saved.items()}
-
-
-def activations(saved: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
-    found = encoded(saved, rows)
-    return found * (found > saved["threshold"])
-
-
-def report(saved: dict[str, np.ndarray], texts: Texts, held: np.ndarray, shown: int) -> None:
-    rows = texts.rows[held]
-    values = activations(saved, rows)
-    off = rows - values @ saved["W_dec"] - saved["b_dec"]
-    explained = 1 - float((off**2).sum() / ((rows - rows.mean(0)) ** 2).sum())
-    active = f"{(values > 0).sum(1).mean():.1f} of {values.shape[1]} features for each token, {(values > 0).any(0).sum()} on some token"
-    print(f"\n{len(rows)} tokens of texts that were not trained on: {explained:.1%} of the variance explained; active: {active}\n")
-    everywhere = activations(saved, texts.rows)
-    print("| feature | active | largest | where it is most active |\n|---|---|---|---|")
-    share = (everywhere > 0).mean(0)
-    usual = np.flatnonzero((share > 0.002) & (share < 0.02))
-    sharp = sorted(usual, key=lambda feature: -_agreement(everywhere[:, feature], texts))
-    for feature in sharp[:shown]:
-        order = np.argsort(-everywhere[:, feature])[:200]
-        seen: dict[int, int] = {}
-        for place in order:
-            seen.setdefault(int(texts.of[place]), int(place))
-        where = "; ".join(f"{texts.contexts[place]}**{texts.tokens[place]}**".replace("\n", "⏎") for place in list(seen.values())[:4])
-        print(f"| {feature} | {share[feature]:.1%} | {everywhere[:, feature].max():.1f} | {where} |")
-
-
-def _agreement(values: np.ndarray, texts: Texts) -> float:
-    """The share of the commonest token among those where a feature is most active, of texts that differ."""
-    found: dict[int, str] = {}
-    for place in np.argsort(-values)[:60]:
-        found.setdefault(int(texts.of[place]), texts.tokens[place].strip().lower())
-    words = list(found.values())[:20]
-    return max(words.count(word) for word in set(words)) / max(len(words), 20)
+def show(client: midstream.Client, model: str, sae: SAE[Any], harvest: midstream.harvest.Harvest, features: int) -> None:
+    """A table of those features whose most active places agree best in their token."""
+    keys = harvest.keys(slice(None))
+    order = np.lexsort((keys.positions, keys.documents))  # as the texts were
+    known, which = np.unique(keys.token_ids[order], return_inverse=True)
+    documents, tokens = keys.documents[order], np.array(client.detokenize(model, known.tolist()).token_strs)[which].tolist()
+    with torch.no_grad():
+        values = sae.encode(torch.from_numpy(harvest.rows(slice(None)))).numpy()[order]
+    share = (values > 0).mean(axis=0)
+    found = []
+    for feature in np.flatnonzero((share > 0) & (share < 0.1)).tolist():
+        best = [place for place in np.argsort(-values[:, feature])[:20].tolist() if values[place, feature] > 0]
+        agreeing = Counter(tokens[place].strip().lower() for place in best).most_common(1)[0][1]
+        found.append((agreeing, feature, best))
+    print("\n| feature | active | largest | top tokens | where it is most active |\n|---|---|---|---|---|")
+    for _, feature, best in sorted(found, reverse=True)[:features]:
+        words = " ".join(f"`{word}`" for word, _ in Counter(tokens[place].strip() for place in best).most_common(3))
+        places = list({documents[place]: place for place in reversed(best)}.values())[::-1][:SHOWN]
+        where = [
+            "".join(tokens[at] for at in range(max(0, place - BEFORE), place) if documents[at] == documents[place]) + f"**{tokens[place]}**"
+            for place in places
+        ]
+        shown = "; ".join(where).replace("\n", "⏎")
+        print(f"| {feature} | {share[feature]:.1%} | {values[:, feature].max():.1f} | {words} | {shown} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="of the API; by default that of the running stack")
-    parser.add_argument("--out", type=Path, default=Path("sae"), help="folder of the autoencoder")
+    parser.add_argument("--out", type=Path, default=Path(".midstream/saes/smollm2-15"), help="a folder below the server's sae_dir")
+    parser.add_argument("--name", default="words", help="that it is registered under")
+    parser.add_argument("--lines", type=Path)
     parser.add_argument("--layer", type=int, default=15)
-    parser.add_argument("--features", type=int, default=1024)
-    parser.add_argument("--active", type=int, default=24, help="features for each token, on average")
     parser.add_argument("--rounds", type=int, default=3, help="continuations of each prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="of each continuation")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--shown", type=int, default=20, help="features in the table")
+    parser.add_argument("--tokens", type=int, default=48, help="of each continuation")
+    parser.add_argument("--features", type=int, default=400)
+    parser.add_argument("--active", type=int, default=16, help="features for each token, on average")
+    parser.add_argument("--steps", type=int, default=3000, help=f"of {BATCH} rows each")
+    parser.add_argument("--shown", type=int, default=3, help="features in the table")
     asked = parser.parse_args()
-
-    began = time.monotonic()
-    with Client(asked.url) as client:
+    lines = asked.lines.read_text().splitlines() if asked.lines else prompts()
+    held = lines[::HELD_EVERY]
+    known = [line for number, line in enumerate(lines) if number % HELD_EVERY] * asked.rounds
+    with midstream.Client() as client:
         model = client.models()[0]
-        texts = capture(client, asked.layer, asked.rounds, asked.tokens)
-    print(f"captured in {time.monotonic() - began:.0f} s")
-    began = time.monotonic()
-    held = texts.of % 10 == 9  # of every prompt that is the tenth, all continuations
-    known = texts.rows[~held]
-    scale = float(1 / np.sqrt(((known - known.mean(0)) ** 2).sum(1).mean()))
-    tensors, threshold = train(known * scale, asked.features, asked.active, asked.steps)
-    saved = save(asked.out, tensors, threshold, scale, asked.layer, model)
-    print(f"trained in {time.monotonic() - began:.0f} s; saved in {asked.out}")
-    report(saved, texts, held, asked.shown)
+        corpus = harvested(client, model, known, asked)
+        sae = trained(corpus.store.uri, model, asked)
+        registered = client.register_sae(asked.name, asked.out.name)
+        print(f"registered as {registered.name}: {registered.form.d_sae} features of {registered.hook} at layer {registered.layer}")
+        print(explained(sae, harvested(client, model, held, asked).rows(slice(None))))
+        show(client, model, sae, corpus, asked.shown)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 
 from .captures import FORMAT, Manifest
-from .dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES
+from .dtypes import DTYPES, ITEM_BYTES
 from .tensors import Tensor
 
 #: Our name of a dtype → safetensors'.
 DTYPE_NAMES = {name: facts.file for name, facts in DTYPES.items()}
+#: safetensors' name of a dtype → bytes of an element.
+FILE_ITEM_BYTES = {facts.file: facts.bytes for facts in DTYPES.values()}
 #: The header is padded with spaces to this many bytes.
 _ALIGNMENT = 8
 _LENGTH_BYTES = 8
@@ -85,30 +87,45 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> Header:
 
     Raises DeletedBlob, or DamagedBlob for what is cut short or none of ours.
     """
+    metadata, tensors, end = read_tensors(read, size)
+    try:
+        manifest = msgspec.json.decode(metadata["manifest"], type=Manifest)
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise DamagedBlob(f"it is not a Midstream file: {error!r}") from error
+    if manifest.format != FORMAT:
+        raise DamagedBlob(f"its format is {manifest.format!r}; this version reads {FORMAT!r}")
+    return Header(manifest, tensors, end)
+
+
+def read_tensors(
+    read: Callable[[int, int], bytes], size: int, item_bytes: Mapping[str, int] = FILE_ITEM_BYTES
+) -> tuple[dict[str, str], dict[str, TensorPlace], int]:
+    """(metadata, tensors in the order of their bytes, bytes of the whole) of a safetensors file; arguments as of `read_header`.
+
+    `item_bytes`: of the dtypes that there may be, as safetensors names them. Raises DeletedBlob, DamagedBlob.
+    """
     first = read(0, _LENGTH_BYTES)
     length = int.from_bytes(first, "little")
     if len(first) == _LENGTH_BYTES and length == 0:
         raise DeletedBlob("it was deleted")
     if size < _LENGTH_BYTES or not length <= min(size - _LENGTH_BYTES, _MAX_HEADER):
         raise DamagedBlob(f"it is truncated: {size} bytes do not contain a header")
+    start = _LENGTH_BYTES + length
     try:
         header = msgspec.json.decode(read(_LENGTH_BYTES, length))
-        manifest = msgspec.json.decode(header.pop("__metadata__")["manifest"], type=Manifest)
-        start = _LENGTH_BYTES + length
-        tensors = sorted((_place(name, entry, start) for name, entry in header.items()), key=lambda tensor: tensor.start)
+        metadata = header.pop("__metadata__", {})
+        tensors = sorted((_place(name, entry, start, item_bytes) for name, entry in header.items()), key=lambda tensor: tensor.start)
     except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedBlob(f"it is not a Midstream capture file: {error!r}") from error
-    if manifest.format != FORMAT:
-        raise DamagedBlob(f"its format is {manifest.format!r}; this version reads {FORMAT!r}")
+        raise DamagedBlob(f"it is not a Midstream file: {error!r}") from error
     end = max((tensor.start + tensor.length for tensor in tensors), default=start)
     if end > size:
         raise DamagedBlob(f"it is truncated: {size} of {end} bytes")
-    return Header(manifest, {tensor.name: tensor for tensor in tensors}, end)
+    return metadata, {tensor.name: tensor for tensor in tensors}, end
 
 
-def _place(name: str, entry: dict[str, Any], start: int) -> TensorPlace:
+def _place(name: str, entry: dict[str, Any], start: int, item_bytes: Mapping[str, int]) -> TensorPlace:
     first, last = entry["data_offsets"]
-    count = ITEM_BYTES[DTYPE_OF_FILE[entry["dtype"]]]
+    count = item_bytes[entry["dtype"]]
     for side in entry["shape"]:
         count *= side
     if first < 0 or last - first != count:

@@ -5,14 +5,12 @@ Tensors: `documents`, `positions` and `token_ids` int64 `[rows]`; `<hook>.<layer
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 
-import msgspec
 import numpy as np
 from zlib_ng import zlib_ng
 
-from ..schemas.blobs import DamagedBlob, safetensors_header
+from ..schemas.blobs import TensorPlace, read_tensors, safetensors_header
 from ..schemas.dtypes import DTYPES, narrowed, widened
 from ..schemas.harvest_work import SCALED
 from .store import Buffer, Handle
@@ -24,7 +22,7 @@ RAW: dict[str, tuple[str, str]] = {name: (facts.file, facts.raw) for name, facts
     "float8_e4m3fn": ("F8_E4M3", "|u1"),
 }
 _OF_FILE = {file: name for name, (file, _) in RAW.items()}
-_MAX_HEADER = 100 << 20
+_ITEM_BYTES = {file: int(raw[-1]) for file, raw in RAW.values()}
 
 
 def site_name(hook: str, layer: int) -> str:
@@ -85,40 +83,19 @@ def shard_buffers(tensors: Sequence[tuple[str, str, np.ndarray]], metadata: Mapp
     return buffers, sum(map(len, buffers)), crc
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    dtype: str
-    shape: tuple[int, ...]
-    start: int  # of its bytes in the file
-    bytes: int
-
-
-def read_tensors(handle: Handle) -> dict[str, StoredTensor]:
+def shard_tensors(handle: Handle) -> dict[str, TensorPlace]:
     """The tensors of a shard. Raises DamagedBlob for what is none, OSError."""
-    length = int.from_bytes(handle.read(0, 8), "little")
-    if not 0 < length <= min(handle.size - 8, _MAX_HEADER):
-        raise DamagedBlob(f"it is not a safetensors file of {handle.size} bytes")
-    try:
-        header = msgspec.json.decode(handle.read(8, length))
-        header.pop("__metadata__", None)
-        found = {}
-        for name, entry in header.items():
-            first, last = entry["data_offsets"]
-            dtype = _OF_FILE[entry["dtype"]]
-            size = np.dtype(RAW[dtype][1]).itemsize * int(np.prod(entry["shape"], dtype=np.int64))
-            if last - first != size or 8 + length + last > handle.size:
-                raise DamagedBlob(f"tensor {name} of shape {entry['shape']} does not fit its {last - first} bytes in the file")
-            found[name] = StoredTensor(dtype, tuple(entry["shape"]), 8 + length + first, size)
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, DamagedBlob):
-            raise
-        raise DamagedBlob(f"its header cannot be read: {error!r}") from error
-    return found
+    return read_tensors(handle.read, handle.size, _ITEM_BYTES)[1]
 
 
-def tensor_bits(data: Buffer, tensor: StoredTensor) -> np.ndarray:
-    """The tensor's bits from its own bytes."""
-    return np.frombuffer(data, dtype=RAW[tensor.dtype][1]).reshape(tensor.shape)
+def tensor_bits(data: Buffer, tensor: TensorPlace) -> np.ndarray:
+    """Rows of the tensor, `[rows, …]`, from their own bytes."""
+    return np.frombuffer(data, dtype=RAW[dtype_of(tensor)][1]).reshape(-1, *tensor.shape[1:])
+
+
+def dtype_of(tensor: TensorPlace) -> str:
+    """Our name of its dtype."""
+    return _OF_FILE[tensor.dtype]
 
 
 def checksum(handle: Handle, piece: int = 8 << 20) -> int:

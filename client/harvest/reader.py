@@ -11,9 +11,10 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from ...schemas.base import from_json
+from ...schemas.blobs import TensorPlace
 from ...schemas.errors import MidstreamError
 from ...schemas.harvests import FORMAT, MANIFEST, HarvestManifest, PartManifest, ShardEntry, UnitEntry
-from ...storage.shards import KEYS, StoredTensor, decoded_rows, read_tensors, site_name, tensor_bits
+from ...storage.shards import KEYS, decoded_rows, dtype_of, shard_tensors, site_name, tensor_bits
 from ...storage.store import ArtifactStore, Handle, open_store
 
 #: Shards whose files a reader keeps open.
@@ -32,7 +33,7 @@ class Keys(NamedTuple):
 @dataclass(frozen=True)
 class _Opened:
     handle: Handle
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, TensorPlace]
 
 
 class Shard:
@@ -78,12 +79,12 @@ class Shard:
         opened = self._open(self._key(hook, layer))
         bits = self._read(opened, name, start, stop)
         scale = self._read(opened, f"{name}.scale", start, stop) if f"{name}.scale" in opened.tensors else None
-        return decoded_rows(bits, opened.tensors[name].dtype, scale)
+        return decoded_rows(bits, dtype_of(opened.tensors[name]), scale)
 
     def bits(self, hook: str, layer: int) -> tuple[np.ndarray, str]:
         """All rows of a site as they are stored, and their dtype: bfloat16 as uint16, float8_e4m3fn as uint8."""
         opened = self._open(self._key(hook, layer))
-        return self._read(opened, site_name(hook, layer), 0, None), opened.tensors[site_name(hook, layer)].dtype
+        return self._read(opened, site_name(hook, layer), 0, None), dtype_of(opened.tensors[site_name(hook, layer)])
 
     def _key(self, hook: str, layer: int) -> str:
         for file in self.entry.files:
@@ -94,16 +95,14 @@ class Shard:
     def _open(self, key: str) -> _Opened:
         if key not in self._files:
             handle = self._store.open(key, hold=False)
-            self._files[key] = _Opened(handle, read_tensors(handle))
+            self._files[key] = _Opened(handle, shard_tensors(handle))
         return self._files[key]
 
     def _read(self, opened: _Opened, name: str, start: int, stop: int | None) -> np.ndarray:
         tensor = opened.tensors[name]
         start, stop, _ = slice(start, stop).indices(tensor.shape[0])
-        each = tensor.bytes // tensor.shape[0] if tensor.shape[0] else 0
-        count = max(0, stop - start)
-        data = opened.handle.read(tensor.start + start * each, count * each)
-        return tensor_bits(data, StoredTensor(tensor.dtype, (count, *tensor.shape[1:]), 0, count * each))
+        each = tensor.length // tensor.shape[0] if tensor.shape[0] else 0
+        return tensor_bits(opened.handle.read(tensor.start + start * each, max(0, stop - start) * each), tensor)
 
 
 class Harvest:

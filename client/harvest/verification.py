@@ -9,7 +9,7 @@ import numpy as np
 from ...schemas.blobs import DamagedBlob
 from ...schemas.errors import MidstreamError
 from ...schemas.harvest_order import row_order
-from ...storage.shards import checksum, read_tensors, site_name
+from ...storage.shards import checksum, shard_tensors, site_name
 from .reader import Harvest, Shard
 from .reader import open as open_harvest
 
@@ -81,13 +81,13 @@ def _shard(harvest: Harvest, shard: Shard, found: Verification) -> tuple[np.ndar
             found.bytes += handle.size
             if handle.size != file.bytes or checksum(handle) != file.crc32:
                 found.faults.append(f"{file.key} is not what was written: its size or CRC32 differs")
-            tensors = read_tensors(handle)
+            tensors = shard_tensors(handle)
         for hook, layers in file.sites.items():
             for layer in layers:
                 tensor = tensors.get(site_name(hook, layer))
-                shape = (shard.entry.rows, harvest.manifest.widths[hook])
+                shape = [shard.entry.rows, harvest.manifest.widths[hook]]
                 if tensor is None or tensor.shape != shape:
-                    found.faults.append(f"{file.key}: {site_name(hook, layer)} is not {list(shape)}")
+                    found.faults.append(f"{file.key}: {site_name(hook, layer)} is not {shape}")
         own = Shard(harvest.store, type(shard.entry)(rows=shard.entry.rows, files=[file]), shard.unit, shard.first).keys()
         if keys is not None and not all(np.array_equal(mine, first) for mine, first in zip(own, keys, strict=True)):
             found.faults.append(f"{file.key}: its keys differ from those of the shard's other stages")

@@ -19,7 +19,9 @@ FULL = {
     "worker pause": 3,
     "redis full": 3,
 }
-STOP, PAUSE, NO_ROOM = " stop", " pause", " full"
+#: And where harvests go into a bucket: it goes away, it answers 503 and cuts uploads.
+BUCKET = {"bucket away": 5, "bucket busy": 10}
+STOP, PAUSE, NO_ROOM, AWAY, BUSY = " stop", " pause", " full", " away", " busy"
 #: A paused worker goes on so many seconds after its lease has run out.
 PAST_LEASE_S = 3.0
 #: A killed process is started again after so many seconds, at most.
@@ -44,7 +46,7 @@ def schedule(rng: random.Random, cluster: Cluster, jobs: int, kills: dict[str, i
     """All faults in the order in which they happen."""
     wanted: list[tuple[str, list[str]]] = []
     for kind, count in kills.items():
-        what = kind.removesuffix(STOP).removesuffix(PAUSE).removesuffix(NO_ROOM)
+        what = kind.partition(" ")[0]
         if what == "worker":
             wanted += [(kind, rng.sample(cluster.workers, len(cluster.workers))) for _ in range(count)]
         elif what == "api":
@@ -80,7 +82,7 @@ class Chaos:
             await self._freed.wait_for(lambda: not self._busy.issuperset(fault.targets))
             target = next(name for name in fault.targets if name not in self._busy)
             self._busy.add(target)
-        strikes = {STOP: self._cluster.stop_in_order, NO_ROOM: self._cluster.fill}
+        strikes = {STOP: self._cluster.stop_in_order, NO_ROOM: self._cluster.fill, AWAY: self._cluster.part, BUSY: self._cluster.burden}
         strike = next((found for suffix, found in strikes.items() if fault.kind.endswith(suffix)), self._cluster.strike)
         how = signal.SIGSTOP if fault.kind.endswith(PAUSE) else signal.SIGKILL
         fault.outage = await asyncio.to_thread(strike, target, how)

@@ -31,6 +31,8 @@ WAYS = {
     "cancelled job": 4,
     "sweep": 1,
 }
+#: Each job with a number that is a multiple of this is a harvest instead: it lasts for many jobs.
+HARVEST_EVERY = 100
 HELD = {"held job", "completion", "captured completion"}
 #: Text of a prompt: words that no other has.
 WORDS = ("steer", "capture", "patch", "stream", "layer", "token", "receipt", "ledger", "relay", "worker")
@@ -39,6 +41,8 @@ PATIENCE_S = 240.0
 #: A held response may take this much longer than `max_wait_s`: it outlives a restart of Redis.
 OUTAGE_S = 40.0
 TERMINAL = {"succeeded", "failed", "cancelled", "aborted", "expired"}
+#: Documents of a harvest, and characters of each.
+DOCUMENTS, CHARACTERS = 400, 60
 JOB_HEADER = "x-midstream-job"
 
 
@@ -56,12 +60,16 @@ class Plan:
 
     @property
     def path(self) -> str:
-        return "/v1/completions" if "completion" in self.way else "/v1/sweeps" if self.way == "sweep" else "/v1/jobs"
+        if self.way in ("sweep", "harvest"):
+            return f"/v1/{self.way}s"
+        return "/v1/completions" if "completion" in self.way else "/v1/jobs"
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {"model": MODEL}
         if self.callback:
             body["callback_url"] = self.callback
+        if self.way == "harvest":
+            return body | {"source": {"lines": list(self.prompts)}, "layers": [0, 3], "shards": {"mib": 1, "shuffle": self.number}}
         if self.way == "sweep":
             clean, corrupt = self.prompts
             pair = {"clean": clean, "corrupt": corrupt, "answer": "a", "foil": "b"}
@@ -83,6 +91,9 @@ def plans(rng: random.Random, count: int, callback: str | None = None) -> list[P
     made = []
     for number in range(count):
         way = rng.choices(list(WAYS), list(WAYS.values()))[0]
+        if number % HARVEST_EVERY == 0:
+            made.append(Plan(number, "harvest", tuple(document(rng, number, place) for place in range(DOCUMENTS)), 0))
+            continue
         words = [" ".join(rng.choices(WORDS, k=rng.randint(1, 6))) for _ in range(2 if way == "sweep" else rng.choice((1, 1, 2, 3)))]
         prompts = tuple(f"{number} {text}"[:40].ljust(12, ".") for text in words)
         if way == "sweep":
@@ -102,6 +113,10 @@ def plans(rng: random.Random, count: int, callback: str | None = None) -> list[P
     return made
 
 
+def document(rng: random.Random, number: int, place: int) -> str:
+    return f"{number} {place} {' '.join(rng.choices(WORDS, k=CHARACTERS // 6))}"[:CHARACTERS]
+
+
 @dataclass
 class Observed:
     """Everything that one client received."""
@@ -116,6 +131,7 @@ class Observed:
     held_s: float = 0.0  # how long the answer that came was held
     texts: list[str] | None = None  # of each prompt, where the answer held them
     state: str = ""
+    paused: str = ""  # the reason that a harvest gave last
     wrong: list[str] = field(default_factory=list)  # what must not have happened
 
     @property
@@ -159,6 +175,9 @@ class Clients:
         if answer.status_code not in (200, 202):
             observed.wrong.append(f"{plan.way} was answered {answer.status_code}: {answer.text[:300]}")
             return
+        if plan.way == "harvest":
+            await self._harvested(observed)
+            return
         if "completion" in plan.way and answer.status_code == 200:
             observed.texts = _texts(plan, answer)
         if plan.way == "cancelled job":
@@ -179,6 +198,18 @@ class Clients:
                 observed.texts = [output["text"] for output in result.json()["outputs"]]
             else:
                 observed.wrong.append(f"the result of {observed.id} was answered {result.status_code}")
+
+    async def _harvested(self, observed: Observed) -> None:
+        while observed.state not in TERMINAL:
+            view = await self._ask(observed, "GET", f"/v1/harvests/{observed.id}")
+            if view.status_code != 200:
+                observed.wrong.append(f"GET of {observed.id}, which was accepted, was answered {view.status_code}: {view.text[:200]}")
+                return
+            observed.state = view.json()["state"]
+            if observed.state == "paused":
+                observed.paused = view.json()["reason"]
+            await asyncio.sleep(0.5)
+        observed.finished = time.monotonic()
 
     async def _until_started(self, observed: Observed) -> None:
         """A long poll for each change."""
@@ -208,7 +239,7 @@ class Clients:
                 continue
             observed.answers[str(answer.status_code)] += 1
             if answer.status_code in (200, 202) and method == "POST" and not path.endswith("/cancel"):
-                observed.ids[answer.headers[JOB_HEADER]] = None
+                observed.ids[answer.headers.get(JOB_HEADER) or answer.json()["id"]] = None
                 observed.accepted = observed.accepted or time.monotonic()
             if answer.status_code in (429, 503):
                 await asyncio.sleep(min(float(answer.headers.get("retry-after", "1")), 0.5) * (0.5 + self._rng.random()))

@@ -6,11 +6,14 @@
 import contextlib
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import redis
+import s3_kit
+from s3_kit import FaultProxy
 from stack import Stack, free_port
 
 #: Leases of a minute would make the gate wait for them; what is shown does not depend on their length.
@@ -42,20 +45,33 @@ class Outage:
     ready: float = float("inf")
     paused: bool = False  # it was stopped, and goes on
     full: bool = False  # Redis runs, and takes no writes
+    mend: Callable[[], object] | None = None  # of the bucket
 
 
 class Cluster(Stack):
     """`workers` workers (`worker`, `worker-2`, …) and `apis` API replicas (`api`, `api-2`, …), which clients choose from."""
 
-    def __init__(self, directory: Path, *, workers: int = 2, apis: int = 2, callbacks_fault: str = "", **settings: Any):
-        """`callbacks_fault`: the setting `fault` of the callbacks process, which moves its clock."""
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        workers: int = 2,
+        apis: int = 2,
+        callbacks_fault: str = "",
+        bucket: FaultProxy | None = None,
+        **settings: Any,
+    ):
+        """`callbacks_fault`: the setting `fault` of the callbacks process, which moves its clock. `bucket`: what harvests go into."""
+        if bucket is not None:
+            settings |= {"harvest_stores": s3_kit.uri(bucket), "artifact_access_key": s3_kit.ACCESS_KEY}
+            settings |= {"artifact_secret_key": s3_kit.SECRET_KEY}
         super().__init__(directory, api=False, workers=workers, start_timeout_s=120, **(SETTINGS | settings))
         replicas = ["api", *[f"api-{number}" for number in range(2, apis + 1)]][:apis]
         self.ports = {name: free_port() for name in replicas}
         self.names += replicas
         self.workers = [name for name in self.names if name.startswith("worker")]
         self.outages: list[Outage] = []
-        self._callbacks_fault = callbacks_fault
+        self._callbacks_fault, self._bucket = callbacks_fault, bucket
 
     @property
     def urls(self) -> dict[str, str]:
@@ -82,6 +98,21 @@ class Cluster(Stack):
         outage = Outage(name, time.monotonic(), full=True)
         self.outages.append(outage)
         self._limit_redis(1)
+        return outage
+
+    def part(self, name: str, _: signal.Signals) -> Outage:
+        """Nobody reaches the bucket any more."""
+        assert self._bucket is not None, "this cluster has no bucket"
+        self.outages.append(outage := Outage(name, time.monotonic(), mend=self._bucket.start))
+        self._bucket.stop()
+        return outage
+
+    def burden(self, name: str, _: signal.Signals) -> Outage:
+        """The bucket answers writes with 503 and cuts some in the middle; it still does so for a while once others go on."""
+        assert self._bucket is not None, "this cluster has no bucket"
+        self.outages.append(outage := Outage(name, time.monotonic(), mend=lambda: None))
+        self._bucket.fault("503", "^PUT", times=20)
+        self._bucket.fault("cut", "^PUT", times=3)
         return outage
 
     def _limit_redis(self, memory: int) -> None:
@@ -113,6 +144,10 @@ class Cluster(Stack):
         """Start it again, as a supervisor would also when it ends while it starts, and wait until it is ready."""
         if outage.paused:
             self.kill(outage.name, signal.SIGCONT)
+            outage.ready = time.monotonic()
+            return
+        if outage.mend is not None:
+            outage.mend()
             outage.ready = time.monotonic()
             return
         if outage.full:

@@ -22,14 +22,19 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "system")]
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "system"), str(Path(__file__).parents[1])]
 
 from chaos import FULL, Chaos, Fault, schedule
 from clients import HELD, Clients, Observed, Plan, plans
 from cluster import Cluster
+from harvest_kit import check_equal
 from judge import Verdict, judge
 from monitor import Monitor
 from receiver import LADDER_S, STEP_S, Clock, Receiver
+from s3_kit import FaultProxy
+
+from midstream.client import Client
+from midstream.client.harvest import open as open_harvest
 
 #: Clients that wait for their jobs at the same time.
 AT_ONCE = 128
@@ -37,6 +42,8 @@ AT_ONCE = 128
 HOUR_AT = 0.4
 #: After the last client has its answer: late receipts and webhooks, and lists that a sweep still has to look at.
 SETTLE_S = 60.0
+#: Harvests that are made again when nothing is killed any more.
+CALM = 2
 
 
 @dataclass
@@ -160,14 +167,15 @@ def run(
     *,
     workers: int = 2,
     apis: int = 2,
+    bucket: FaultProxy | None = None,
     say: Callable[[str], object] = print,
     **settings: Any,
 ) -> Report:
-    """The gate on a cluster of its own in `directory`, with `settings` of the service."""
+    """The gate on a cluster of its own in `directory`, with `settings` of the service. `bucket`: what harvests go into."""
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     verdict, clock = Verdict(), Clock(directory / "clock")
-    parts: dict[str, Any] = {"workers": workers, "apis": apis, "callbacks_fault": clock.fault}
+    parts: dict[str, Any] = {"workers": workers, "apis": apis, "callbacks_fault": clock.fault, "bucket": bucket}
     with Receiver() as receiver, Cluster(directory, **parts, **settings) as cluster:
         faults = schedule(rng, cluster, jobs, kills)
         monitor = Monitor(cluster.settings.redis_url)
@@ -178,7 +186,20 @@ def run(
         settle(cluster, clock)
         asyncio.run(judge(cluster.settings, observed, monitor, receiver, verdict))
         monitor.stop()
+        undisturbed(cluster, observed, verdict)
     return Report(seed, jobs, seconds, verdict, observed, faults)
+
+
+def undisturbed(cluster: Cluster, observed: list[Observed], verdict: Verdict) -> None:
+    """The first harvests again, with nothing killed: the same rows in the same order in the same shards."""
+    with Client(next(iter(cluster.urls.values()))) as client:
+        for first in [each for each in observed if each.plan.way == "harvest" and each.state == "succeeded"][:CALM]:
+            again = client.wait_harvest(client.submit_harvest(**first.plan.body()), timeout=SETTLE_S)
+            try:
+                check_equal(open_harvest(client.harvest(first.id).uri), open_harvest(again.uri))
+            except AssertionError as error:
+                verdict.say("wrong answer", f"{first.id} is not what {again.id} is, which was not disturbed: {error}")
+            verdict.seen["harvests again"] += 1
 
 
 def settle(cluster: Cluster, clock: Clock) -> None:

@@ -14,12 +14,15 @@ from pathlib import Path
 import numpy as np
 import redis
 from clients import TERMINAL, Observed
+from harvest_kit import check_rows, checked
 from monitor import Monitor
 from receiver import Receiver
 from tokenizers import Tokenizer
 
+from midstream.broker.ledger.harvests import Harvests
 from midstream.broker.ledger.jobs import Ledger
 from midstream.schemas.blobs import read_header
+from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Event, FileEntry, Job, JobResult, State
 from midstream.schemas.keys import DEFAULT_TENANT
 from midstream.schemas.settings import Settings
@@ -69,7 +72,10 @@ async def judge_jobs(settings: Settings, observed: list[Observed], verdict: Verd
             async with gate:
                 await _job(ledger, tokenizer, settings.capture_root, client, verdict)
 
-        await asyncio.gather(*[one(client) for client in observed if client.ids])
+        await asyncio.gather(*[one(client) for client in observed if client.ids and client.plan.way != "harvest"])
+        for client in observed:
+            if client.ids and client.plan.way == "harvest":
+                await _harvest(ledger, client, verdict)
         await _left_over(ledger, verdict)
     finally:
         await ledger.close()
@@ -77,7 +83,7 @@ async def judge_jobs(settings: Settings, observed: list[Observed], verdict: Verd
 
 async def _accounts(ledger: Ledger, observed: list[Observed], verdict: Verdict) -> None:
     """Every accepted job is there once, and nobody's is there."""
-    known = {raw.decode() for raw in await ledger.redis.zrange("ms:jobs", 0, -1)}
+    known = {raw.decode() for name in ("ms:jobs", "ms:harvests") for raw in await ledger.redis.zrange(name, 0, -1)}
     for client in observed:
         for wrong in client.wrong:
             verdict.say("unresolved", f"job {client.plan.number} ({client.plan.way}, {client.id}): {wrong}")
@@ -89,8 +95,10 @@ async def _accounts(ledger: Ledger, observed: list[Observed], verdict: Verdict) 
         if not client.ids:
             verdict.say("unresolved", f"job {client.plan.number} was never accepted: {dict(client.answers)}")
     own = {job for client in observed for job in client.ids}
-    for job in known - own:
-        verdict.say("duplicate", f"{job} is in the ledger, and no client received its id")
+    for name in known - own:
+        job = await ledger.job(name)
+        if job.harvest is None or job.harvest.harvest not in own:
+            verdict.say("duplicate", f"{name} is in the ledger, and no client received its id")
     verdict.seen["jobs"] = len(known)
 
 
@@ -119,6 +127,25 @@ async def _job(ledger: Ledger, tokenizer: Tokenizer, root: Path, client: Observe
         verdict.say("duplicate", f"{job.id}: {wrong}")
     for wrong in _captures(root, job, result, verdict):
         verdict.say("duplicate", f"{job.id}: {wrong}")
+
+
+async def _harvest(ledger: Ledger, client: Observed, verdict: Verdict) -> None:
+    """Every token of every document has its row at both layers once, in the order of its seed, bit for bit what the engine gives."""
+    view = await Harvests(ledger).view(client.id)
+    verdict.seen["harvests"] += 1
+    verdict.seen["harvests paused"] += bool(client.paused)
+    if view.state != "succeeded":
+        verdict.say("lost", f"{client.id} ended {view.state} ({view.reason}): {view.error.detail if view.error else ''}")
+        return
+    try:
+        made = await asyncio.to_thread(checked, view.uri)
+        await asyncio.to_thread(check_rows, made, list(client.plan.prompts), [("post_block", 0), ("post_block", 3)])
+    except (AssertionError, MidstreamError, OSError) as error:
+        verdict.say("duplicate", f"{client.id} at {view.uri}: {str(error)[:500]}")
+    else:
+        if (view.rows, view.bytes, view.documents) != (len(made), made.manifest.bytes, len(client.plan.prompts)):
+            verdict.say("wrong answer", f"{client.id} counts {view.rows} rows of {view.documents} documents, and has {len(made)}")
+        verdict.seen["rows"] += len(made)
 
 
 async def _events(ledger: Ledger, job: str) -> AsyncIterator[Event]:
@@ -272,10 +299,13 @@ async def _left_over(ledger: Ledger, verdict: Verdict) -> None:
     for name, number in usage.items():
         if number and not name.endswith("/bytes"):
             verdict.say("left over", f"{number} of {name} are counted as used, and nothing runs")
-    captured = [name async for name in ledger.redis.scan_iter(match="ms:capture:*")]
+    if still := await Harvests(ledger).live():
+        verdict.say("left over", f"harvests {still} are looked after, and all are over")
+    captured = [name async for kind in ("capture", "harvest") for name in ledger.redis.scan_iter(match=f"ms:{kind}:*")]
     async with ledger.redis.pipeline(transaction=False) as pipe:
         for name in captured:
             pipe.hget(name, "bytes")
         held = sum(int(number or 0) for number in await pipe.execute())
     if held != usage.get(f"{DEFAULT_TENANT}/bytes", 0):
-        verdict.say("left over", f"{usage.get(f'{DEFAULT_TENANT}/bytes', 0)} bytes of captures are counted, and there are {held}")
+        counted = usage.get(f"{DEFAULT_TENANT}/bytes", 0)
+        verdict.say("left over", f"{counted} bytes of captures and harvests are counted, and there are {held}")

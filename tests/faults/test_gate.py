@@ -6,7 +6,8 @@ from pathlib import Path
 
 import gate
 import pytest
-from chaos import FULL
+import s3_kit
+from chaos import BUCKET, FULL
 
 JOBS, SEED = 10_000, 20_260
 
@@ -19,3 +20,16 @@ def test_the_gate_loses_and_duplicates_no_accepted_job(tmp_path: Path, seed: int
     report = gate.run(tmp_path, chosen, JOBS, FULL)
     print(report.table(), json.dumps(report.figures()), sep="\n")
     assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
+
+
+@pytest.mark.timeout(3600)
+def test_the_gate_holds_where_harvests_go_into_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = random.SystemRandom().randrange(10**9)
+    print(f"\nfault gate with a bucket, seed {seed}")
+    for name, value in s3_kit.ENVIRONMENT.items():  # for whoever reads the harvests afterwards
+        monkeypatch.setenv(name, value)
+    with s3_kit.s3_server() as bucket:
+        report = gate.run(tmp_path, seed, JOBS // 4, FULL | BUCKET, bucket=bucket)
+    print(report.table(), json.dumps(report.figures()), sep="\n")
+    assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
+    assert report.verdict.seen["harvests paused"] > 0

@@ -1,10 +1,9 @@
 """Harvests over the fake engine: what must come out of them, row by row, and two harvests compared."""
 
-from pathlib import Path
-
 import numpy as np
 
 from midstream.client.harvest import Harvest, open, verify
+from midstream.storage.store import ArtifactStore
 from midstream.workers.fake.model import make_tokenizer, residual_rows
 
 
@@ -46,7 +45,11 @@ def checked(uri: str) -> Harvest:
     assert found.faults == []
     harvest = open(uri)
     named = {file.key for shard in harvest.shards for file in shard.entry.files} | {part.key for part in harvest.manifest.parts}
-    # A killed writer leaves files whose names begin with a dot: they are no objects.
-    there = {str(path.relative_to(uri)) for path in Path(uri).rglob("*") if path.is_file() and not path.name.startswith(".")}
-    assert there == named | {"manifest.json", "plan.msgpack"}
+    assert objects(harvest.store) == named | {"manifest.json", "plan.msgpack"}
     return harvest
+
+
+def objects(store: ArtifactStore, folder: str = "") -> set[str]:
+    """The keys of all objects. (A killed writer leaves files whose names begin with a dot: they are no objects.)"""
+    below = store.children(folder)
+    return {key for key in below if not key.endswith("/")}.union(*[objects(store, key) for key in below if key.endswith("/")])

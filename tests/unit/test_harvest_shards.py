@@ -10,7 +10,7 @@ from midstream.schemas.dtypes import float32_to_bfloat16
 from midstream.schemas.harvest_order import row_order
 from midstream.schemas.harvest_work import HARVEST, SCALED, SHARDS_AT_ONCE, WRITE_FAILED, HarvestPlace
 from midstream.schemas.specs import RankSpec, StoredCapture
-from midstream.storage.shards import checksum, decoded_rows, encoded_rows, read_tensors, tensor_bits
+from midstream.storage.shards import checksum, decoded_rows, dtype_of, encoded_rows, shard_tensors, tensor_bits
 from midstream.storage.store import open_store
 from midstream.workers.runner.finished import FinishedCapture
 from midstream.workers.runner.harvest import Harvest
@@ -45,7 +45,7 @@ def finished(
 
 def read(root: Path, key: str) -> dict[str, np.ndarray]:
     with open_store(root).open(key) as handle:
-        return {name: tensor_bits(handle.read(tensor.start, tensor.bytes), tensor) for name, tensor in read_tensors(handle).items()}
+        return {name: tensor_bits(handle.read(tensor.start, tensor.length), tensor) for name, tensor in shard_tensors(handle).items()}
 
 
 def test_a_shard_is_written_once_its_last_sequence_is_in(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_rows_are_stored_in_the_dtype_that_was_asked_for(tmp_path: Path, compute
     (outcome,) = Harvest().consume([finished(tmp_path, 0, 1, [(0, 0, 0, 4)], computed=computed, dtype=asked)])
     dtype = computed if asked == "model" else asked
     with open_store(tmp_path).open(outcome.files[0].path) as handle:
-        assert read_tensors(handle)["post_block.1"].dtype == dtype
+        assert dtype_of(shard_tensors(handle)["post_block.1"]) == dtype
     made = read(tmp_path, outcome.files[0].path)
     back = decoded_rows(made["post_block.1"], dtype, made.get("post_block.1.scale"))
     values = np.stack([row(1, position) for position in range(4)])

@@ -25,8 +25,9 @@ EXTRAS_OF = {
     "worker.lock": ("cpu", "model", "otel", "s3"),
     "gpu.lock": ("gpu", "model", "otel", "s3"),
     "lens.lock": ("lens",),
+    "sae.lock": ("sae",),
 }
-COMPANION = {"cpu.lock": "torch-cpu.lock", "worker.lock": "torch-cpu.lock", "lens.lock": "torch-cpu.lock"}
+COMPANION = {"cpu.lock": "torch-cpu.lock", "worker.lock": "torch-cpu.lock", "lens.lock": "torch-cpu.lock", "sae.lock": "torch-cpu.lock"}
 LOCKS = [*EXTRAS_OF, "torch-cpu.lock", "torch-cuda.lock"]
 PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = ("x86_64", "aarch64")

@@ -61,7 +61,7 @@ class HarvestSource:
         """The units of the whole source. Raises MidstreamError naming file and place."""
         files: list[str] = []
         if self._source.lines is not None:
-            units = list(self._grouped(0, 0, [_weight(line) for line in self._source.lines]))
+            units = list(self._grouped([_weight(line) for line in self._source.lines]))
         else:
             _, files, kind = find(self._roots, self._source)
             units, first = [], 0
@@ -84,24 +84,22 @@ class HarvestSource:
             if tokens <= 0:
                 return
 
-    def _grouped(self, file: int, first: int, weights: Sequence[int]) -> Iterator[PlannedUnit]:
-        """Units of consecutive rows of a file with these weights."""
+    def _grouped(self, weights: Sequence[int]) -> Iterator[PlannedUnit]:
+        """Units of consecutive lines of the request."""
         start = total = 0
-        for row, weight in enumerate([*weights, 0]):
+        for stop, weight in enumerate(weights, 1):
             total += weight
-            if row + 1 > len(weights) and start < len(weights):
-                yield PlannedUnit(file=file, start=start, stop=len(weights), document=first + start, weight=total)
-            elif total >= self._target and row < len(weights):
-                yield PlannedUnit(file=file, start=start, stop=row + 1, document=first + start, weight=total)
-                start, total = row + 1, 0
+            if total >= self._target or stop == len(weights):
+                yield PlannedUnit(file=0, start=start, stop=stop, document=start, weight=total)
+                start, total = stop, 0
 
-    def _even(self, file: int, first: int, start: int, rows: int, size: int) -> Iterator[PlannedUnit]:
-        """Units of rows `[start, start + rows)` that take `size` bytes together."""
+    def _even(self, file: int, first: int, rows: int, size: int) -> Iterator[PlannedUnit]:
+        """Units of the rows of a file, which take `size` bytes together."""
         each = max(1, size // max(1, rows))
         step = max(1, self._target // each)
         for at in range(0, rows, step):
             count = min(step, rows - at)
-            yield PlannedUnit(file=file, start=start + at, stop=start + at + count, document=first + start + at, weight=count * each)
+            yield PlannedUnit(file=file, start=at, stop=at + count, document=first + at, weight=count * each)
 
     def _plan_lines(self, file: int, key: str, first: int) -> tuple[list[PlannedUnit], int]:
         units: list[PlannedUnit] = []
@@ -129,23 +127,17 @@ class HarvestSource:
 
     def _plan_parquet(self, file: int, key: str, first: int) -> tuple[list[PlannedUnit], int]:
         meta = self._parquet(key).metadata
-        column = next((i for i in range(meta.num_columns) if _column(meta, i) == self._source.field), None)
-        if column is None:
-            raise ValueError(
-                f"it has no column {self._source.field!r}: it has {', '.join(sorted({_column(meta, i) for i in range(meta.num_columns)}))}"
-            )
-        units: list[PlannedUnit] = []
-        start = 0
-        for number in range(meta.num_row_groups):
-            group = meta.row_group(number)
-            sizes = (group.column(i).total_uncompressed_size for i in range(meta.num_columns) if _column(meta, i) == self._source.field)
-            units += self._even(file, first, start, group.num_rows, sum(sizes))
-            start += group.num_rows
-        return units, start
+        names = sorted({_column(meta, at) for at in range(meta.num_columns)})
+        if self._source.field not in names:
+            raise ValueError(f"it has no column {self._source.field!r}: it has {', '.join(names)}")
+        groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
+        columns = [at for at in range(meta.num_columns) if _column(meta, at) == self._source.field]
+        size = sum(group.column(at).total_uncompressed_size for group in groups for at in columns)
+        return list(self._even(file, first, meta.num_rows, size)), meta.num_rows
 
     def _plan_arrow(self, file: int, key: str, first: int) -> tuple[list[PlannedUnit], int]:
         table = self._table(key, -1)
-        return list(self._even(file, first, 0, table.num_rows, table.nbytes)), table.num_rows
+        return list(self._even(file, first, table.num_rows, table.nbytes)), table.num_rows
 
     # Reading
 
@@ -303,14 +295,10 @@ class _HandleFile(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def read(self, size: int = -1) -> bytes:
-        data = self._handle.read(self._at, self._handle.size - self._at if size < 0 else size)
-        self._at += len(data)
-        return data
-
     def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
+        data = self._handle.read(self._at, len(buffer))
         buffer[: len(data)] = data
+        self._at += len(data)
         return len(data)
 
     def close(self) -> None:
