@@ -1,5 +1,5 @@
 """The durability barrier: waits until Redis has logged every write that it has confirmed, so that a kill loses none, and until as many
-replicas have it as the setting `redis_replicas` asks for, so that a failover loses none.
+replicas have it as the setting `redis_replicas` asks for, and all that Sentinel could promote, so that a failover loses none.
 
 With `appendfsync everysec` Redis writes to the kernel before it answers, with one exception: while a background fsync runs, which
 takes long on a busy disk, it holds writes back for up to 2 s but still answers. An answer is passed on as confirmed only after
@@ -15,9 +15,12 @@ from typing import Any
 import redis.exceptions
 
 from ..ops.redis_availability import PROBE_KEY
+from ..ops.replicas import AsyncReplicas, Holders, Replicas, holders
 
 #: Seconds between two polls while a sync is running.
 PAUSE_S = 0.01
+#: The same while replicas are missing, which takes seconds.
+MISSING_PAUSE_S = 0.1
 #: A Redis that cannot write for this long counts as unavailable.
 PATIENCE_S = 10.0
 #: A killed Redis takes longer than this to return, so an answer within this time comes from the same Redis process. (A
@@ -34,26 +37,33 @@ SETTLED_S = 3.0
 class Barrier:
     """One wait: the query to send, and whether its answer is sufficient.
 
-    Both users, the asynchronous ledger and the synchronous relay, queue `ask` on a pipeline and pass its answers to `passed`.
-    `replicas`: number of replicas that must have the writes.
+    Both users, the asynchronous ledger and the synchronous relay, queue `ask` on a pipeline and pass its answers to `passed`. With
+    `replicas` they then have to ask whether those in `holders` suffice.
     """
 
-    def __init__(self, replicas: int = 0) -> None:
+    def __init__(self, replicas: Replicas | None = None) -> None:
         self._replicas = replicas
         self._base = self._size = -1
+        self._written: dict[str, int] = {}  # id of a history of writes → how far it had come when it was first asked
+        self.holders = Holders("", 0, frozenset())
 
     def ask(self, pipe: Any) -> None:
         """Queue the query on a pipeline, synchronous or not. Its answers are the last of the pipeline."""
-        if self._replicas:
+        if self._replicas is not None:
             # WAIT covers what its own connection has written: this write comes after all that was confirmed on others.
-            pipe.set(PROBE_KEY, 1, ex=60)
-            pipe.wait(self._replicas, REPLICAS_MS)
+            pipe.info("server").set(PROBE_KEY, 1, ex=60).info("replication")
+            pipe.wait(self._replicas.wait_for, REPLICAS_MS)
+            pipe.info("replication")
         pipe.info("persistence")
 
     def passed(self, *answers: Any) -> bool:
-        """Whether everything confirmed before the first answers passed here is written, and replicated. `answers`: to `ask`, in order."""
-        if self._replicas and answers[-2] < self._replicas:
-            return False
+        """Whether everything confirmed before the first answers passed here is written. `answers`: to `ask`, in order."""
+        if self._replicas is not None:
+            server, _, before, _, after, _ = answers[-6:]
+            if before["role"] != "master" or before["master_replid"] != after["master_replid"]:
+                return False
+            offset = self._written.setdefault(before["master_replid"], before["master_repl_offset"])
+            self.holders = holders(server["run_id"], after, offset)
         return self._logged(answers[-1])
 
     def _logged(self, persistence: dict[str, Any]) -> bool:
@@ -84,7 +94,7 @@ class AofBarrier:
 
     def __init__(self, client: Any, replicas: int = 0) -> None:
         self._client = client
-        self._replicas = replicas
+        self._replicas = AsyncReplicas(client, replicas) if replicas else None
         self._run = ""  # id of the Redis process that answered last
         self._asking = asyncio.Lock()
         self._next: asyncio.Task[None] | None = None
@@ -105,11 +115,17 @@ class AofBarrier:
             self._next = None  # the query is sent now: later callers need another
             deadline = time.monotonic() + PATIENCE_S
             barrier = Barrier(self._replicas)
-            while not barrier.passed(*await self._answers(barrier, since, run)):
+            while True:
+                pause = PAUSE_S
+                if barrier.passed(*await self._answers(barrier, since, run)):
+                    if self._replicas is None or await self._replicas.sufficient(barrier.holders):
+                        self._check_master(since)
+                        return
+                    pause = MISSING_PAUSE_S
                 if time.monotonic() >= deadline:
-                    few = f", or fewer than {self._replicas} replicas have its writes (redis_replicas)" if self._replicas else ""
+                    few = ", or too few replicas have its writes (redis_replicas)" if self._replicas else ""
                     raise redis.exceptions.TimeoutError(f"Redis cannot write its log{few}")
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(pause)
 
     async def _answers(self, barrier: Barrier, since: float, run: str) -> list[Any]:
         """The answers of the Redis process that was running before `since`, and of the same master."""
@@ -122,6 +138,9 @@ class AofBarrier:
         waited = time.monotonic() - since
         if run not in ("", self._run) and waited > BACK_S and server["uptime_in_seconds"] < waited + MARGIN_S:
             raise redis.exceptions.ConnectionError("Redis was restarted and may have lost writes that it had already acknowledged")
-        if getattr(self._client.connection_pool, "switched", -SETTLED_S) > since - SETTLED_S:
-            raise redis.exceptions.ConnectionError("Redis failed over, and may have lost writes that the former master had confirmed")
+        self._check_master(since)
         return answers
+
+    def _check_master(self, since: float) -> None:
+        if getattr(self._client.connection_pool, "switched", float("-inf")) > since - SETTLED_S:
+            raise redis.exceptions.ConnectionError("Redis failed over, and may have lost writes that the former master had confirmed")

@@ -36,6 +36,7 @@ from ..ledger.aof_barrier import PATIENCE_S, PAUSE_S, Barrier
 from ..ledger.settlement import mark_key
 from ..ops import metrics, observability, redis_durability, redis_open
 from ..ops.liveness import RELAY_KEY
+from ..ops.replicas import Replicas
 from . import frames
 from .curve import ServerKeys, server_keys
 from .frames import Frame, FrameError, Kind, ProtocolMismatch
@@ -124,7 +125,7 @@ class Relay:
         """
         self._settler = settler
         self._redis = redis_client
-        self._replicas = replicas
+        self._replicas = Replicas(redis_client, replicas) if redis_client is not None and replicas else None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._known = curve.clients if curve is not None else None
@@ -289,7 +290,7 @@ class Relay:
                     pipe.mget([mark_key(*stream) for stream in streams])
                     barrier.ask(pipe)
                     found, *answers = pipe.execute()
-                if barrier.passed(*answers):
+                if barrier.passed(*answers) and (self._replicas is None or self._replicas.suffice(barrier.holders)):
                     return {stream: int(mark or 0) for stream, mark in zip(streams, found, strict=True)}
                 if self._stopping or time.monotonic() >= deadline:
                     self._complain("written", "Redis cannot write its log, or has too few replicas; receipts stay unacknowledged")

@@ -6,6 +6,7 @@ files or receipts of another attempt than the one that gave the result; an outpu
 """
 
 import asyncio
+import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator
@@ -103,7 +104,12 @@ async def _accounts(ledger: Ledger, observed: list[Observed], verdict: Verdict) 
 
 
 async def _job(ledger: Ledger, tokenizer: Tokenizer, root: Path, client: Observed, verdict: Verdict) -> None:
-    job, result = await ledger.job(client.id), await ledger.result(client.id)
+    try:
+        job, result = await ledger.job(client.id), await ledger.result(client.id)
+    except MidstreamError as error:
+        when = time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + client.accepted))
+        verdict.say("lost", f"{client.id} ({client.plan.way}), accepted at {when}, last seen as {client.state!r}: {error.detail}")
+        return
     view = await ledger.view(client.id)
     events = [event async for event in _events(ledger, client.id)]
     verdict.seen[view.state] += 1

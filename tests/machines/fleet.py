@@ -108,7 +108,13 @@ class Fleet(Machines):
         asyncio.run(self._settle())
         asyncio.run(judge_jobs(self.judges_settings(), observed, verdict))
         say(f"{len(observed)} jobs: {dict(verdict.seen)}")
+        if not verdict.clean:
+            say(self.account())
         return verdict, observed
+
+    def account(self) -> str:
+        """What may explain a verdict."""
+        return ""
 
     async def _load(self, steps: list[Step], rng: random.Random, say: Callable[[str], object]) -> list[Observed]:
         clients = Clients({"api": self.url}, f"machines-{os.urandom(4).hex()}", rng, SETTINGS["max_wait_s"], lambda *_: True)
@@ -159,6 +165,9 @@ class SentinelFleet(Fleet):
 
     def redis_url(self, role: str) -> str:
         return self.group.url(role)
+
+    def account(self) -> str:
+        return self.group.account()
 
     def stop(self) -> None:
         try:

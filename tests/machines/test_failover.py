@@ -1,12 +1,17 @@
 """Redis with two replicas and Sentinel: does a failover in the middle of load lose anything that was acknowledged?"""
 
+import itertools
 import random
 import time
 from pathlib import Path
 
 import pytest
+from acknowledged import write_through
 from fleet import SentinelFleet, Step
 from network import HERE, Network
+from redis_group import RedisGroup
+
+from midstream.broker.ops.acl import write_users
 
 REDIS = ("r1", "r2", "r3")
 WHERE = {"worker-2": "w2"}
@@ -63,3 +68,34 @@ def test_a_failover_under_load_loses_nothing_acknowledged(tmp_path: Path) -> Non
         print(f"failovers took {[round(seconds, 1) for seconds in took]} s until Sentinel named the new master")
     assert verdict.found == {rule: [] for rule in verdict.RULES}
     assert len(observed) > 200, "the load was too light to show anything"
+
+
+@pytest.mark.parametrize("way", ["ordered", "paused", "cut off", "killed", "replica cut off"])
+def test_acknowledged_writes_outlive_a_failover(tmp_path: Path, way: str) -> None:
+    """Also where the old master lives, and a replica that does not take over still follows it for a while."""
+    write_users(tmp_path / "acl")
+    with Network(*REDIS) as network, RedisGroup(network, REDIS, tmp_path / "redis", tmp_path / "acl") as group:
+        took: list[float] = []
+
+        def happen() -> None:
+            former = group.master()
+            if way == "replica cut off":  # no failover: whoever is left confirms, and the one that returns catches up
+                network.cut(group.others()[0])
+                time.sleep(10)
+            else:
+                {"ordered": group.order_failover, "paused": lambda: group.pause(former), "killed": lambda: group.kill(former),
+                 "cut off": lambda: network.cut(former, *group.others())}[way]()  # fmt: skip
+                took.append(group.await_failover(former))
+                if way == "paused":
+                    group.resume(former)
+                time.sleep(8)
+                if way == "killed":
+                    group.start(former)
+            network.heal()
+            group.await_whole()
+
+        times, lost = write_through(group, 1, happen)
+        pause = max(after - before for before, after in itertools.pairwise(times))
+        print(f"\n{way}: {len(times)} acknowledged, {len(lost)} lost, longest pause {pause:.1f} s, new master after {took} s")
+        assert not lost, group.account()
+    assert len(times) > 200, "too few writes to show anything"
