@@ -23,6 +23,7 @@ from .engine.nodes import POLL_S, Worker
 log = logging.getLogger(__name__)
 
 EXIT_BAD_SETTINGS = 2
+EXIT_UNREACHABLE = 70
 
 
 def run(settings: Settings) -> None:
@@ -45,19 +46,29 @@ def run(settings: Settings) -> None:
     config.additional_config = plane.layout()
     plane.export()
     threading.Thread(target=_leave_with, args=(worker, plane.boot), name="follower", daemon=True).start()
-    executor: Any = MultiprocExecutor(config, monitor_workers=False)
-    print(f"follower ready worker={settings.worker_id} node={settings.node_rank}", flush=True)
-    executor.start_worker_monitor(inline=True)
+    try:
+        executor: Any = MultiprocExecutor(config, monitor_workers=False)
+        print(f"follower ready worker={settings.worker_id} node={settings.node_rank}", flush=True)
+        executor.start_worker_monitor(inline=True)
+    finally:
+        worker.leave()
 
 
 def _leave_with(worker: Worker, boot: str) -> None:
-    """End this process, and with it its ranks, when the worker's start is over: they would wait for its next step for ever."""
+    """Say that this machine is there; end this process, and with it its ranks, when the worker's start is over or out of reach.
+
+    The ranks would wait for its next step for ever.
+    """
     while True:
         time.sleep(POLL_S)
         try:
             if worker.is_over(boot):
                 log.warning("the worker's engine has ended")
                 os._exit(0)
+            if not worker.stay(boot):
+                log.warning("the worker's machine cannot be reached")
+                worker.leave()
+                os._exit(EXIT_UNREACHABLE)
         except redis.RedisError as error:
             log.info("cannot ask for the worker: %s", error)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import multiprocessing
 import os
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
@@ -82,6 +83,7 @@ class VllmEngine(RankControl):
         self._stopping = False
         self._broken = ""  # why the ranks' answers are no longer reliable
         self._ends = Ends(self._send_ends)
+        self._followers: nodes.Followers | None = None
 
     async def start(self) -> None:
         settings = self._settings
@@ -152,6 +154,7 @@ class VllmEngine(RankControl):
             plane.export()
             if settings.nodes > 1:
                 await asyncio.to_thread(nodes.publish, settings, plane)
+                self._followers = nodes.Followers(settings, BOOT, self._lose)
             self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, asked, disable_log_stats=True)
             self.tokenizer = await asyncio.to_thread(bundle_of, config)
             found = [msgspec.convert(each, Found) for each in await self._call("midstream_found", ())]
@@ -357,6 +360,8 @@ class VllmEngine(RankControl):
     async def shutdown(self) -> None:
         """Pending captures and receipts are written and sent first."""
         self._stopping = True
+        if self._followers is not None:
+            self._followers.stop()
         if not self._llm.errored:
             await self._call("midstream_close", ())
         if self._llm.output_handler is not None:
@@ -365,11 +370,18 @@ class VllmEngine(RankControl):
 
     async def failed(self) -> str:
         while True:
-            if not self._stopping and self._llm.errored:
-                return f"the engine died: {self._llm.dead_error}"
             if not self._stopping and self._broken:
                 return self._broken
+            if not self._stopping and self._llm.errored:
+                return f"the engine died: {self._llm.dead_error}"
             await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+    def _lose(self, reason: str) -> None:
+        """End the engine, whose ranks would wait for a machine that is gone; called on another thread."""
+        logger.error("%s", reason)
+        self._broken = reason
+        for process in multiprocessing.active_children():
+            process.kill()
 
     async def _send_ends(self, ends: list[tuple[str, int]]) -> None:
         """Have the ranks notified where requests end, see `DataPlane.end`: with the next step, not by a call that it waits for."""

@@ -1,0 +1,97 @@
+"""Does a worker notice that a machine of its engine is gone, and the machine that the worker is out of reach?"""
+
+import socket
+from typing import Any
+
+import pytest
+import redis
+
+from midstream.schemas.settings import Settings
+from midstream.workers.engine import nodes
+
+LEASE_S = 8.0
+KEY = "ms:node-alive:w:1"
+
+
+class Store:
+    """As much of Redis as is asked here."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.away = False
+
+    def mget(self, names: list[str]) -> list[bytes | None]:
+        if self.away:
+            raise redis.ConnectionError("away")
+        return [self.values.get(name) for name in names]
+
+    def set(self, name: str, value: str, px: int) -> None:
+        assert px == LEASE_S * 1000
+        self.values[name] = value.encode()
+
+
+def settings(**changed: Any) -> Settings:
+    given: dict[str, Any] = {"redis_url": "redis://127.0.0.1:1/0", "worker_id": "w", "lease_s": LEASE_S, "nodes": 2, **changed}
+    return Settings(**given)
+
+
+@pytest.fixture
+def followers(monkeypatch: pytest.MonkeyPatch) -> nodes.Followers:
+    """The worker's view; the thread that looks is stopped, and the test looks."""
+    monkeypatch.setattr(nodes, "_connect", lambda _: Store())
+    found = nodes.Followers(settings(), "boot", lambda _: None)
+    found.stop()
+    return found
+
+
+def test_a_follower_that_never_came_is_not_lost(followers: nodes.Followers) -> None:
+    assert followers.lost(0.0) is None
+    assert followers.lost(1000.0) is None
+
+
+def test_a_follower_whose_sign_is_gone_is_lost(followers: nodes.Followers) -> None:
+    followers._client.values[KEY] = b"boot:a"
+    assert followers.lost(0.0) is None
+    del followers._client.values[KEY]
+    assert followers.lost(0.5) is None, "not at once"
+    assert followers.lost(2.0) == 1
+
+
+def test_a_follower_that_was_started_again_is_lost(followers: nodes.Followers) -> None:
+    """Its supervisor is quick: the sign is there, and the ranks are new ones."""
+    followers._client.values[KEY] = b"boot:a"
+    assert followers.lost(0.0) is None
+    followers._client.values[KEY] = b"boot:b"
+    assert followers.lost(0.5) == 1
+
+
+def test_while_redis_is_away_nobody_is_lost(followers: nodes.Followers) -> None:
+    followers._client.values[KEY] = b"boot:a"
+    assert followers.lost(0.0) is None
+    followers._client.away = True
+    assert followers.lost(100.0) is None
+    followers._client.away = False
+    del followers._client.values[KEY]  # it has expired meanwhile
+    assert followers.lost(100.0 + LEASE_S) is None
+    assert followers.lost(101.0 + LEASE_S) == 1
+
+
+def test_a_follower_stays_while_it_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now = Store(), [1000.0]
+    monkeypatch.setattr(nodes, "_connect", lambda _: store)
+    monkeypatch.setattr(nodes.time, "monotonic", lambda: now[0])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        worker = nodes.Worker(settings(node_rank=1, node_master=place))
+        assert worker.stay("boot")
+        assert store.values[KEY].startswith(b"boot:")
+    now[0] += LEASE_S / 2
+    assert worker.stay("boot"), "an interruption"
+    now[0] += LEASE_S
+    assert not worker.stay("boot")
+
+
+def test_a_follower_may_wait_for_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_connect", lambda _: Store())
+    worker = nodes.Worker(settings(node_rank=1, node_master="127.0.0.1:1"))
+    assert worker.stay("boot"), "its ranks have not met yet"
