@@ -55,10 +55,11 @@ class FaultProxy:
     clock: float = 0.0  # seconds by which this server is ahead
     seen: list[str] = field(default_factory=list)  # of every request: `METHOD /path?query`
     port: int = 0
+    host: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def start(self) -> None:
         """Again on the same port, after `stop`."""
@@ -82,7 +83,7 @@ class FaultProxy:
     def _run(self, ready: threading.Event) -> None:
         async def serve() -> None:
             self._end = asyncio.Event()
-            server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=1 << 20)
+            server = await asyncio.start_server(self._serve, self.host, self.port, limit=1 << 20)
             self.port = server.sockets[0].getsockname()[1]
             ready.set()
             await self._end.wait()

@@ -10,7 +10,6 @@ import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import numpy as np
 import redis
@@ -27,6 +26,8 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Event, FileEntry, Job, JobResult, State
 from midstream.schemas.keys import DEFAULT_TENANT
 from midstream.schemas.settings import Settings
+from midstream.storage.s3_store import open_store
+from midstream.storage.store import ArtifactStore
 from midstream.workers.fake.model import Dice, make_tokenizer, residual_rows
 
 #: Jobs that are looked at together.
@@ -67,11 +68,11 @@ async def judge_jobs(settings: Settings, observed: list[Observed], verdict: Verd
     ledger = Ledger.connect(settings)
     try:
         await _accounts(ledger, observed, verdict)
-        tokenizer, gate = make_tokenizer(), asyncio.Semaphore(AT_ONCE)
+        tokenizer, gate, store = make_tokenizer(), asyncio.Semaphore(AT_ONCE), open_store(settings.artifacts)
 
         async def one(client: Observed) -> None:
             async with gate:
-                await _job(ledger, tokenizer, settings.capture_root, client, verdict)
+                await _job(ledger, tokenizer, store, client, verdict)
 
         await asyncio.gather(*[one(client) for client in observed if client.ids and client.plan.way != "harvest"])
         for client in observed:
@@ -103,7 +104,7 @@ async def _accounts(ledger: Ledger, observed: list[Observed], verdict: Verdict) 
     verdict.seen["jobs"] = len(known)
 
 
-async def _job(ledger: Ledger, tokenizer: Tokenizer, root: Path, client: Observed, verdict: Verdict) -> None:
+async def _job(ledger: Ledger, tokenizer: Tokenizer, store: ArtifactStore, client: Observed, verdict: Verdict) -> None:
     try:
         job, result = await ledger.job(client.id), await ledger.result(client.id)
     except MidstreamError as error:
@@ -131,7 +132,7 @@ async def _job(ledger: Ledger, tokenizer: Tokenizer, root: Path, client: Observe
         verdict.say("wrong answer", f"{job.id} ({client.plan.way}): {wrong}")
     for wrong in _streamed(events, result) if job.stream else ():
         verdict.say("duplicate", f"{job.id}: {wrong}")
-    for wrong in _captures(root, job, result, verdict):
+    for wrong in await asyncio.to_thread(list, _captures(store, job, result, verdict)):
         verdict.say("duplicate", f"{job.id}: {wrong}")
 
 
@@ -218,7 +219,7 @@ def _sweep(result: JobResult) -> Iterator[str]:
         yield f"{summary.cells} cells of {summary.total}, {summary.skipped} skipped: {result.sweep.skipped[:2]}"
 
 
-def _captures(root: Path, job: Job, result: JobResult, verdict: Verdict) -> Iterator[str]:
+def _captures(store: ArtifactStore, job: Job, result: JobResult, verdict: Verdict) -> Iterator[str]:
     """One blob for each captured prompt, of the attempt that gave the result, whole, with the rows of that prompt."""
     by_request: dict[int, list[FileEntry]] = defaultdict(list)
     for file in result.capture_results.files:
@@ -232,16 +233,15 @@ def _captures(root: Path, job: Job, result: JobResult, verdict: Verdict) -> Iter
             yield f"{len(files)} blobs of prompt {number}"
         for file in files:
             verdict.seen["blobs"] += 1
-            wrong = _blob(root, job, result.attempt, file, outputs[number].token_ids if number in outputs else None)
+            wrong = _blob(store, job, result.attempt, file, outputs[number].token_ids if number in outputs else None)
             if wrong:
                 yield f"{file.path} + {file.offset}: {wrong}"
 
 
-def _blob(root: Path, job: Job, attempt: int, file: FileEntry, generated: list[int] | None) -> str:
+def _blob(store: ArtifactStore, job: Job, attempt: int, file: FileEntry, generated: list[int] | None) -> str:
     """Why the blob is not what its receipt says; empty when it is."""
-    with (root / file.path).open("rb") as source:
-        source.seek(file.offset)
-        raw = source.read(file.bytes)
+    with store.open(file.path) as source:
+        raw = source.read(file.offset, file.bytes)
     if zlib.crc32(raw) != file.crc32:
         return f"CRC {zlib.crc32(raw):08x}, the receipt says {file.crc32:08x}"
     header = read_header(lambda start, length: raw[start : start + length], len(raw))

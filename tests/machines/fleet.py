@@ -3,7 +3,7 @@
     with Fleet(tmp_path, network, {"relay": "relay", "worker": "w1", "worker-2": "w2"}) as fleet:
         verdict, observed = fleet.run(steps, seed=1)
 
-Processes without a machine run here, with the API. Redis has TLS and a user per role, the relay CURVE keys; `SentinelFleet` opens
+Processes without a machine run here, with the API. With a machine for `store`, captures and harvests are in a bucket there. Redis has TLS and a user per role, the relay CURVE keys; `SentinelFleet` opens
 Redis through Sentinel, without TLS, which the redis-server of the lock files lacks.
 """
 
@@ -12,11 +12,14 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
+import s3_kit
 from clients import Clients, Observed, plans
 from judge import Verdict, judge_jobs
 from machines_rig import Machines
@@ -36,6 +39,7 @@ SETTINGS: dict[str, Any] = {
 AT_ONCE, PAUSE_S = 24, 0.2
 #: After the last step the load goes on for so long; then everything under way ends within `SETTLE_S`.
 AFTER_S, SETTLE_S = 5.0, 60.0
+STORE, STORE_PORT, BUCKET = Path(__file__).with_name("store_machine.py"), 9000, "machines"
 PROCESSES = ("relay", "callbacks", "worker", "worker-2", "api")
 
 Step = tuple[str, Callable[[], object]]
@@ -50,6 +54,13 @@ class Fleet(Machines):
         super().__init__(directory, None, names, **(SETTINGS | settings))
         port = self._chosen["relay_url"].rpartition(":")[2]
         self._chosen["relay_url"] = f"tcp://{network.address(where.get('relay', HERE))}:{port}"
+        if "store" in where:
+            endpoint = f"http://{network.address(where['store'])}:{STORE_PORT}"
+            self._chosen |= {
+                "artifact_store": f"s3://{BUCKET}/kept", "artifact_endpoint": endpoint, "artifact_region": s3_kit.REGION,
+                "artifact_access_key": s3_kit.ACCESS_KEY, "artifact_secret_key": s3_kit.SECRET_KEY,
+                "harvest_stores": f"s3://{BUCKET}/rows?" + urlencode({"endpoint": endpoint, "region": s3_kit.REGION}),
+            }  # fmt: skip
 
     def environment(self, name: str) -> dict[str, str]:
         """The network that ranks on several machines meet on."""
@@ -63,6 +74,15 @@ class Fleet(Machines):
 
     def inside(self, name: str) -> list[str]:
         return self.network.inside(self.where.get(name, HERE))
+
+    def _start_redis(self) -> None:
+        if "store" in self.where:
+            machine = self.where["store"]
+            command = [sys.executable, str(STORE), self.network.address(machine), str(STORE_PORT), BUCKET]
+            self._servers.append(self.network.popen(machine, command, stdout=subprocess.PIPE))
+            assert self._servers[-1].stdout is not None
+            assert self._servers[-1].stdout.readline() == b"ready\n"
+        super()._start_redis()
 
     def judges_settings(self) -> Settings:
         """Redis as the operator, and the folder of captures."""
@@ -86,14 +106,12 @@ class Fleet(Machines):
         self.wait_ready(name)
 
     def kill_redis(self) -> None:
-        self._servers[0].kill()
-        self._servers[0].wait()
+        self._redis.kill()
+        self._redis.wait()
 
     def revive_redis(self) -> None:
-        proxies = self._servers[1:]
-        self._servers.clear()
+        self._servers.remove(self._redis)
         assert self._serve(self._plain)
-        self._servers += proxies
 
     def stop(self) -> None:
         self.network.heal()

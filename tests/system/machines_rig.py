@@ -277,6 +277,7 @@ class Machines:
         while process.poll() is None and time.monotonic() < until:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._redis_port), 1):
                 self._servers.append(process)
+                self._redis = process
                 return True
             time.sleep(0.02)
         return False
