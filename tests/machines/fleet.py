@@ -3,8 +3,9 @@
     with Fleet(tmp_path, network, {"relay": "relay", "worker": "w1", "worker-2": "w2"}) as fleet:
         verdict, observed = fleet.run(steps, seed=1)
 
-Processes without a machine run here, with the API. With a machine for `store`, captures and harvests are in a bucket there. Redis has TLS and a user per role, the relay CURVE keys; `SentinelFleet` opens
-Redis through Sentinel, without TLS, which the redis-server of the lock files lacks.
+Processes without a machine run here, with the API. With a machine for `store`, captures and harvests are in a bucket there. Redis has
+TLS and a user per role, the relay CURVE keys; `SentinelFleet` opens Redis through Sentinel, without TLS, which the redis-server of the
+lock files lacks.
 """
 
 import asyncio

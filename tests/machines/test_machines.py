@@ -1,4 +1,4 @@
-"""Workers, relay and services on four machines: is anything lost while machines are killed, cut off, unplugged and slow?"""
+"""Workers, relay, store and services on five machines: is anything lost while machines are killed, cut off, unplugged and slow?"""
 
 import random
 import time
@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import s3_kit
 from fleet import Fleet, Step
 from network import HERE, Network
 from receipt_rig import wait_until
@@ -16,8 +17,15 @@ from tolerances import FP32_ROWS_30_LAYERS
 from midstream.client.captures.reader import CaptureReader
 from midstream.workers.demo_model import fetch_demo_model
 
-WHERE = {"relay": "relay", "worker": "w1", "worker-2": "w2"}
+WHERE = {"relay": "relay", "worker": "w1", "worker-2": "w2", "store": "store"}
 LEASE_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For whoever reads the bucket afterwards."""
+    for name, value in s3_kit.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
 
 
 def fenced(fleet: Fleet, observed_receipts: int) -> int:
@@ -35,7 +43,7 @@ def receipts(fleet: Fleet) -> int:
 def test_nothing_is_lost_while_machines_die_and_partition(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(10**9)
     print(f"\nmachines with seed {seed}")
-    with Network("relay", "w1", "w2", slow={"w2"}) as network, Fleet(tmp_path, network, WHERE, lease_s=LEASE_S) as fleet:
+    with Network("relay", "w1", "w2", "store", slow={"w2", "store"}) as network, Fleet(tmp_path, network, WHERE, lease_s=LEASE_S) as fleet:
 
         def cut(*machines: str, seconds: float) -> None:
             network.cut(*machines)
@@ -52,10 +60,10 @@ def test_nothing_is_lost_while_machines_die_and_partition(tmp_path: Path) -> Non
             time.sleep(1)
             fleet.revive(name)
 
-        def slow(seconds: float) -> None:
-            network.delay("w2", ms=150, loss=0.02)
+        def slow(machine: str, seconds: float) -> None:
+            network.delay(machine, ms=150, loss=0.02)
             time.sleep(seconds)
-            network.delay("w2")
+            network.delay(machine)
 
         def kill_redis() -> None:
             fleet.kill_redis()
@@ -70,12 +78,16 @@ def test_nothing_is_lost_while_machines_die_and_partition(tmp_path: Path) -> Non
             ("worker 1 is cut off for less than half of its lease", lambda: cut("w1", seconds=0.4 * LEASE_S)),
             ("rest", rest),
             ("worker 1 is cut off past its lease", lambda: cut("w1", seconds=2 * LEASE_S)),
-            ("worker 2 is 300 ms away and loses frames", lambda: slow(10)),
+            ("worker 2 is 300 ms away and loses frames", lambda: slow("w2", 10)),
             ("worker 2 is killed", lambda: kill("worker-2")),
             ("the relay's machine is unplugged", lambda: pull("relay", 6)),
             ("worker 1 reaches Redis, but not the relay", lambda: cut("w1", "relay", seconds=8)),
             ("worker 2 reaches the relay, but not Redis", lambda: cut("w2", HERE, seconds=2 * LEASE_S)),
             ("the relay is killed", lambda: kill("relay")),
+            ("the store is 300 ms away and loses frames", lambda: slow("store", 8)),
+            ("the store is cut off from all", lambda: cut("store", seconds=8)),
+            ("worker 1 reaches everything but the store", lambda: cut("w1", "store", seconds=8)),
+            ("worker 1 is killed", lambda: kill("worker")),
             ("Redis is killed", kill_redis),
             ("the API is killed", lambda: kill("api")),
             ("both workers are unplugged", lambda: (network.pull("w1"), pull("w2", 4), network.plug("w1"))),
@@ -87,6 +99,7 @@ def test_nothing_is_lost_while_machines_die_and_partition(tmp_path: Path) -> Non
     assert verdict.found == {rule: [] for rule in verdict.RULES}
     assert len(observed) > 300, "the load was too light to show anything"
     assert verdict.seen["again"] > 0, "no job ran again: nothing was lost that had to be"
+    assert verdict.seen["harvests"] > 2, "too few harvests to show anything"
     assert late > 0, "no late receipt has arrived: fencing was not tried"
 
 
@@ -113,7 +126,7 @@ def real_jobs(fleet: Fleet, disturb: Callable[[], object]) -> list[Result]:
             wait_until(lambda: http.get(f"/v1/jobs/{job}", params={"wait": 60}).json()["state"] not in ("queued", "running"), 180)  # noqa: B023
             result = http.get(f"/v1/jobs/{job}/result").raise_for_status().json()
             assert result["state"] == "succeeded", result
-            with CaptureReader(fleet.settings("api").capture_root, job) as reader:
+            with CaptureReader(fleet.settings("api").artifacts, job) as reader:
                 assert [reader.manifest(request).attempt for request in reader.requests()] == [result["attempt"]] * 2
                 assert all(check.ok for check in reader.verify())
                 rows = [reader.array(15, reader.hooks(number)[0], number) for number in reader.requests()]
@@ -129,7 +142,8 @@ def test_a_real_engine_past_its_lease_gives_the_same_rows(tmp_path: Path) -> Non
         "lease_s": LEASE_S, "certify": False,
     }  # fmt: skip
     names = ("relay", "callbacks", "worker", "api")
-    with Network("relay", "w1") as network, Fleet(tmp_path, network, {"relay": "relay", "worker": "w1"}, names, **settings) as fleet:
+    where = {"relay": "relay", "worker": "w1", "store": "store"}
+    with Network("relay", "w1", "store") as network, Fleet(tmp_path, network, where, names, **settings) as fleet:
 
         def disturb() -> None:
             network.cut("w1")

@@ -1,6 +1,7 @@
 """One engine on two machines, without Ray: rows, steering, patches and checksums are those of one machine, and one may be lost."""
 
 import base64
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from receipt_rig import wait_until
 from tolerances import FP32_ROWS_30_LAYERS
 
 from midstream.client.captures.reader import CaptureReader
+from midstream.workers.app import EXIT_ENGINE_DIED
 from midstream.workers.demo_model import fetch_demo_model
 
 PROMPTS = ["The Eiffel Tower is located in the city of", "The Colosseum is located in the city of"]
+TEXT = "Once upon a time in a land far away there lived a king who"
 LAYERS, HIDDEN, TOKENS = 30, 576, 8
 ENGINE = {
     "engine": "vllm", "model_name": "demo", "kv_cache_gib": 0.25, "max_model_len": 256, "dtype": "float32", "certify": False,
@@ -90,21 +93,57 @@ def test_an_engine_on_two_machines_gives_the_rows_of_one(tmp_path: Path) -> None
             assert np.allclose(patched(fleet), grid, atol=1e-3)
             assert "disagree" not in fleet.log("relay")
             assert not np.allclose(plain[2][0][25], steered[2][0][25]), "the vector changed nothing"
-            lose_a_machine(fleet)
+            for how in ("killed", "cut off"):
+                lose_a_machine(fleet, how)
 
 
-def lose_a_machine(fleet: Fleet) -> None:
-    """The follower dies: the worker ends, both start again, and jobs run again."""
-    before = captured(fleet)[0]
-    fleet.kill("follower")
-    with httpx.Client(base_url=fleet.url, timeout=60) as http:
-        body = {"model": "demo", "prompts": PROMPTS, "sampling": {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}}
-        job = http.post("/v1/jobs", json=body).raise_for_status().json()["id"]
+class Supervisor:
+    """Starts processes again when they end, as a service manager does. `ended`: name, exit code and time of each end."""
+
+    def __init__(self, fleet: Fleet, *names: str):
+        self._fleet, self._names = fleet, names
+        self.ended: list[tuple[str, int, float]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.2):
+            for name in self._names:
+                code = self._fleet.processes[name].poll()
+                if code is not None:
+                    self.ended.append((name, code, time.monotonic()))
+                    self._fleet.spawn(name)
+
+    def __enter__(self) -> "Supervisor":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def lose_a_machine(fleet: Fleet, how: str) -> None:
+    """The follower dies, or its wire to the worker is cut while a job runs: the worker ends within two leases, and the job runs again."""
+    expected = captured(fleet)[0]
+    body = {
+        "model": "demo", "prompts": [*PROMPTS, TEXT], "sampling": {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True},
+    }  # fmt: skip
+    long = body | {"prompts": [TEXT], "sampling": {"max_tokens": 150, "temperature": 0, "ignore_eos": True}}
+    with httpx.Client(base_url=fleet.url, timeout=60) as http, Supervisor(fleet, "follower", "worker") as supervisor:
+        running = http.post("/v1/jobs", json=long).raise_for_status().json()["id"]
+        wait_until(lambda: http.get(f"/v1/jobs/{running}").json()["state"] == "running", 60)
         began = time.monotonic()
-        wait_until(lambda: fleet.processes["worker"].poll() is not None, 120)
-        print(f"the worker ended {time.monotonic() - began:.1f} s after its next job was sent")
-        for name in ("follower", "worker"):
-            fleet.spawn(name)
-        fleet.wait_ready("worker")
-        wait_until(lambda: http.get(f"/v1/jobs/{job}").json()["state"] == "succeeded", 120)
-        assert [output["text"] for output in http.get(f"/v1/jobs/{job}/result").json()["outputs"]] == before
+        fleet.kill("follower") if how == "killed" else fleet.network.cut("w1", "w2")
+        job = http.post("/v1/jobs", json=body).raise_for_status().json()["id"]
+        wait_until(lambda: any(name == "worker" for name, _, _ in supervisor.ended), 120)
+        name, code, when = next(end for end in supervisor.ended if end[0] == "worker")
+        print(f"follower {how}: the {name} ended with {code} after {when - began:.1f} s")
+        assert (code, when - began < 2.5 * ENGINE["lease_s"]) == (EXIT_ENGINE_DIED, True)
+        fleet.network.heal()
+        for each in (job, running):
+            wait_until(lambda: http.get(f"/v1/jobs/{each}").json()["state"] == "succeeded", 240)  # noqa: B023
+        print(f"and the jobs were done {time.monotonic() - began:.1f} s after it; ends: {[end[:2] for end in supervisor.ended]}")
+        assert http.get(f"/v1/jobs/{running}").json()["attempt"] > 1
+        outputs = http.get(f"/v1/jobs/{job}/result").json()["outputs"]
+        assert [output["text"] for output in outputs[:2]] == expected
