@@ -1,4 +1,4 @@
-"""Do all replicas that Sentinel could promote have what was written? Only then does no failover lose it.
+"""Tells whether all replicas that Sentinel could promote have what was written: only then does no failover lose it.
 
 That some replica has it is not enough. Sentinel takes a master for dead that lives (a pause, a partition, an order to fail over), and
 for about a second, until it has redirected the other replicas, one of them still confirms what the old master is told. That replica then
