@@ -26,8 +26,7 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Event, FileEntry, Job, JobResult, State
 from midstream.schemas.keys import DEFAULT_TENANT
 from midstream.schemas.settings import Settings
-from midstream.storage.s3_store import open_store
-from midstream.storage.store import ArtifactStore
+from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.fake.model import Dice, make_tokenizer, residual_rows
 
 #: Jobs that are looked at together.

@@ -20,6 +20,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     from vllm.platforms.cpu import CpuPlatform
 
-    made = type("SlotPlatform", (CpuPlatform,), {"ray_device_key": "slot", "__module__": __name__})
+    made = type("SlotPlatform", (CpuPlatform,), {"ray_device_key": "GPU", "__module__": __name__})
     globals()[name] = made
     return made
