@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import redis
@@ -148,7 +149,7 @@ class Followers:
     def lost(self, now: float) -> int | None:
         """The `node_rank` of a machine that has joined this start and is gone, or was started again; `now` is monotonic."""
         try:
-            signs = self._client.mget([_sign(self._settings.worker_id, rank) for rank in self._ranks])
+            signs: Any = self._client.mget([_sign(self._settings.worker_id, rank) for rank in self._ranks])
         except redis.RedisError as error:
             log.info("cannot ask for followers: %s", error)
             self._until = dict.fromkeys(self._until, now + self._settings.lease_s)  # perhaps they could not say anything either
