@@ -1,17 +1,20 @@
 """How far does one installation go, and which part is full first? Unit costs measured here, and a simulator that multiplies them.
 
-    python benchmarks/capacity.py measure [--workers 1 4 16]     # writes benchmarks/data/capacity.json; fake engines, ten minutes
+    python benchmarks/capacity.py measure                        # writes benchmarks/data/capacity.json; fake engines, ten minutes
     python benchmarks/capacity.py check                          # the simulator against those runs
     python benchmarks/capacity.py plan --workers 1000 --jobs 10e6 --rows 0 [--peak 3]
 
-A run loads the whole service with held captures (a job, a file, a receipt each) from as many clients as keep both cores busy, and
-takes the processor time of each process. `plan` finds the demand on every part at the day's peak. Times in seconds, sizes in bytes.
+A run loads the whole service with held captures (a job, a file, a receipt each) and takes the processor time of each process. Much of
+it is shared by what happens at the same time: receipts of a worker in one message, files of a group in one commit. So the cost of a job
+is `each + shared / depth`, `depth` being the jobs that a worker has at a time; both come from some of the runs, the others test it.
+`plan` finds the demand on every part at the day's peak. Times in seconds, sizes in bytes.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,27 +34,43 @@ REDIS_CLIENTS = 10_000
 #: S3's documented rate of PUTs to one prefix, and what a connection of a bucket carries on a 25 Gbit/s machine.
 BUCKET_PUTS_S, BUCKET_BYTES_S = 3500.0, 2.5e9
 SHARD_BYTES = 256 << 20
-JOBS, WARM_JOBS, AT_ONCE, IDLE_S = 2000, 300, 64, 10.0
+JOBS, WARM_JOBS, IDLE_S = 2000, 300, 10.0
+#: (workers, jobs at a time) of each run, and whether the costs are taken from it.
+RUNS = [(1, 64, True), (4, 64, False), (4, 256, False), (16, 64, True), (16, 16, True), (16, 256, False)]
+PARTS = ("api", "redis", "relay", "worker", "rest")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Processor time of one held capture at one process, in seconds."""
+
+    each: float
+    shared: float  # by all that the worker has at the time
+
+    def at(self, depth: float) -> float:
+        return self.each + self.shared / depth
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one held capture: processor time at each process. Of one idle worker: what it asks of Redis."""
-
-    api_s: float
-    redis_s: float
-    relay_s: float
-    worker_s: float
-    rest_s: float  # callbacks, Flower, and the client that loads the service
-    idle_redis_s: float  # of a core, for each worker
-    idle_worker_s: float  # of a core, of a worker
+    api: Cost
+    redis: Cost
+    relay: Cost
+    worker: Cost
+    rest: Cost  # callbacks, Flower, and the client that loads the service
+    idle_redis_s: float  # of a core, for each worker without jobs
+    idle_worker_s: float  # of a core, of a worker without jobs
+    idle_rest_s: float  # of a core, of everything else
     clients: float  # connections to Redis of each worker
     services_clients: float  # of all other processes
     job_bytes: float  # in Redis, of a job that is kept
 
-    @property
-    def job_s(self) -> float:
-        return self.api_s + self.redis_s + self.relay_s + self.worker_s + self.rest_s
+    def job_s(self, depth: float) -> float:
+        return sum(getattr(self, part).at(depth) for part in PARTS)
+
+
+def costs_of(found: dict[str, Any]) -> Costs:
+    return Costs(**(found["costs"] | {part: Cost(**found["costs"][part]) for part in PARTS}))
 
 
 @dataclass(frozen=True)
@@ -62,9 +81,20 @@ class Load:
     jobs: float  # a day
     rows: float  # harvested, in all
     peak: float = 3.0  # the busiest hour over the mean
+    job_s: float = 10.0  # of a job on its worker: what the engine needs, and its receipts
     kept_s: float = 7 * DAY_S  # of a result (`result_ttl_s`)
     row_bytes: float = 8192.0  # 4,096 values of bf16
     days: float = 30.0  # for the rows
+
+    @property
+    def rate(self) -> float:
+        """Jobs per second at the peak."""
+        return self.jobs / DAY_S * self.peak
+
+    @property
+    def depth(self) -> float:
+        """Jobs that a worker has at a time, at the peak."""
+        return max(1.0, self.rate * self.job_s / self.workers)
 
 
 @dataclass(frozen=True)
@@ -84,17 +114,17 @@ class Part:
 
 def plan(load: Load, costs: Costs, redis_bytes: float = 64e9) -> list[Part]:
     """Every part's demand at the peak, fullest first."""
-    rate = load.jobs / DAY_S * load.peak
+    rate, depth = load.rate, load.depth
     harvest = load.rows * load.row_bytes / (load.days * DAY_S)
     shards = harvest / SHARD_BYTES
     return sorted(
         [
-            Part("one Redis, its core", rate * costs.redis_s + load.workers * costs.idle_redis_s, FULL, "cores", "shard by model"),
+            Part("one Redis, its core", rate * costs.redis.at(depth) + load.workers * costs.idle_redis_s, FULL, "cores", "shard by model"),
             Part("Redis, connections", load.workers * costs.clients + costs.services_clients, REDIS_CLIENTS * 2 / 3, "connections",
                  "raise maxclients and the limit of open files"),
             Part("Redis, memory", load.jobs / DAY_S * load.kept_s * costs.job_bytes, redis_bytes * 0.85, "bytes", "keep results shorter"),
-            Part("one relay, its core", rate * costs.relay_s, FULL, "cores", "a relay for each group of workers"),
-            Part("one API replica, its core", rate * costs.api_s, FULL, "cores", "more replicas"),
+            Part("one relay, its core", rate * costs.relay.at(depth), FULL, "cores", "a relay for each group of workers"),
+            Part("one API replica, its core", rate * costs.api.at(depth), FULL, "cores", "more replicas"),
             Part("the bucket, PUTs", shards, BUCKET_PUTS_S, "per s", "more prefixes"),
             Part("the bucket, bytes from one machine", harvest, BUCKET_BYTES_S, "bytes/s", "more worker machines: each writes its own"),
         ],
@@ -112,32 +142,44 @@ def waits(rate: float, service_s: float, seconds: float = 200.0, seed: int = 0) 
     return float(np.quantile(queue, 0.5)), float(np.quantile(queue, 0.99))
 
 
-def predicted(workers: int, costs: Costs, cores: int) -> float:
+def predicted(workers: int, at_once: int, costs: Costs, cores: float) -> float:
     """Jobs per second when everything shares `cores` that are all busy; a single-threaded part may be full before."""
-    free = cores - workers * (costs.idle_redis_s + costs.idle_worker_s)
-    return min(free / costs.job_s, 1 / costs.api_s, 1 / costs.relay_s, (1 - workers * costs.idle_redis_s) / costs.redis_s)
+    depth = max(1.0, at_once / workers)
+    free = cores - workers * (costs.idle_redis_s + costs.idle_worker_s) - costs.idle_rest_s
+    redis = (1 - workers * costs.idle_redis_s) / costs.redis.at(depth)
+    return min(free / costs.job_s(depth), 1 / costs.api.at(depth), 1 / costs.relay.at(depth), redis)
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------------------
 
 
-def measure(counts: list[int]) -> dict[str, Any]:
-    runs = [_run(count) for count in counts]
+def measure() -> dict[str, Any]:
+    runs = [_run(workers, at_once, fitted) for workers, at_once, fitted in RUNS]
     first, last = runs[0], runs[-1]
     more = last["workers"] - first["workers"]
-    idle_redis = (last["idle"]["redis"] - first["idle"]["redis"]) / more if more else last["idle"]["redis"]
-    clients = (last["clients"] - first["clients"]) / more if more else last["clients"]
-    spent = first["spent"]
+    idle_redis = (last["idle"]["redis"] - first["idle"]["redis"]) / more
+    clients = (last["clients"] - first["clients"]) / more
     costs = Costs(
-        api_s=spent["api"], redis_s=spent["redis"], relay_s=spent["relay"], worker_s=spent["worker"],
-        rest_s=sum(value for name, value in spent.items() if name not in ("api", "redis", "relay", "worker")),
+        **{part: _cost([run for run in runs if run["fitted"]], part) for part in PARTS},
         idle_redis_s=max(0.0, idle_redis), idle_worker_s=last["idle"]["worker"] / last["workers"],
+        idle_rest_s=statistics.mean(sum(run["idle"].values()) - run["idle"]["redis"] - run["idle"]["worker"] for run in runs),
         clients=clients, services_clients=first["clients"] - clients * first["workers"], job_bytes=first["job_bytes"],
     )  # fmt: skip
-    return {"cores": os.cpu_count(), "costs": asdict(costs), "runs": runs}
+    return {"date": time.strftime("%Y-%m-%d %H:%M"), "cores": os.cpu_count(), "costs": asdict(costs), "runs": runs}
 
 
-def _run(workers: int) -> dict[str, Any]:
+def _cost(runs: list[dict[str, Any]], part: str) -> Cost:
+    """Least squares over `each + shared / depth`, of what is spent beyond what is spent without jobs."""
+    net = [sum(_of(run["spent"], part)) - sum(_of(run["idle"], part)) / run["per_s"] for run in runs]
+    shared, each = np.polyfit([run["workers"] / run["at_once"] for run in runs], net, 1)
+    return Cost(max(0.0, float(each)), max(0.0, float(shared)))
+
+
+def _of(values: dict[str, float], part: str) -> list[float]:
+    return [value for name, value in values.items() if name == part or (part == "rest" and name not in PARTS)]
+
+
+def _run(workers: int, at_once: int, fitted: bool) -> dict[str, Any]:
     """The service with `workers` fake engines: processor seconds per job of each process, idle ones a second, and the rate."""
     import redis
     from control_plane import MODEL, http_round, processor_s
@@ -168,9 +210,10 @@ def _run(workers: int) -> dict[str, Any]:
                     time.sleep(IDLE_S)
                     idle = _by_role(before, processor_s(pids), IDLE_S)
                     connections = client.info("clients")["connected_clients"]
-                    asyncio.run(http_round(stack.url, WARM_JOBS, AT_ONCE, held=True))
+                    asyncio.run(http_round(stack.url, max(WARM_JOBS, 2 * at_once), at_once, held=True))
                     used, before = client.info("memory")["used_memory"], processor_s(pids)
-                    seconds, _ = asyncio.run(http_round(stack.url, JOBS, AT_ONCE, held=True))
+                    load = os.getloadavg()[0]
+                    seconds, _ = asyncio.run(http_round(stack.url, JOBS, at_once, held=True))
                     spent = _by_role(before, processor_s(pids), JOBS)
                     size = (client.info("memory")["used_memory"] - used) / JOBS
             finally:
@@ -178,8 +221,13 @@ def _run(workers: int) -> dict[str, Any]:
                     process.terminate()
                 for process in others:
                     process.wait(60)
-    found = {"workers": workers, "per_s": JOBS / seconds, "spent": spent, "idle": idle, "clients": connections, "job_bytes": size}
-    print(f"{workers} workers: {found['per_s']:.0f} held captures a second, {1e3 * sum(spent.values()):.2f} ms of processor time each")
+    job_s = sum(spent.values())
+    found = {
+        "workers": workers, "at_once": at_once, "fitted": fitted, "per_s": JOBS / seconds, "cores": job_s * JOBS / seconds, "load": load,
+        "spent": spent, "idle": idle, "clients": connections, "job_bytes": size,
+    }  # fmt: skip
+    said = f"{found['per_s']:.0f} held captures a second, {1e3 * job_s:.2f} ms of processor time each"
+    print(f"{workers} workers, {at_once} at a time: {said}", flush=True)
     return found
 
 
@@ -191,17 +239,20 @@ def _by_role(before: dict[str, float], after: dict[str, float], over: float) -> 
     return found
 
 
-def check(found: dict[str, Any]) -> list[tuple[int, float, float]]:
-    """(workers, measured, predicted jobs per second) of each run. The costs are those of the first run, and of idle workers."""
-    costs = Costs(**found["costs"])
-    return [(run["workers"], run["per_s"], predicted(run["workers"], costs, found["cores"])) for run in found["runs"]]
+def check(found: dict[str, Any]) -> list[tuple[dict[str, Any], float]]:
+    """(run, predicted jobs per second) of each.
+
+    Of each run only the cores that its processes got are taken, for other programs may have used the rest: so this tests the processor
+    time of a job, and what workers cost beside.
+    """
+    costs = costs_of(found)
+    return [(run, predicted(run["workers"], run["at_once"], costs, run["cores"])) for run in found["runs"]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command")
-    measuring = commands.add_parser("measure")
-    measuring.add_argument("--workers", type=int, nargs="+", default=[1, 4, 16])
+    commands.add_parser("measure")
     commands.add_parser("check")
     planning = commands.add_parser("plan")
     planning.add_argument("--workers", type=int, default=1000)
@@ -209,23 +260,24 @@ def main() -> None:
     planning.add_argument("--rows", type=float, default=0.0, help="harvested in --days")
     planning.add_argument("--days", type=float, default=30.0)
     planning.add_argument("--peak", type=float, default=3.0)
+    planning.add_argument("--seconds", type=float, default=10.0, help="that a job is on its worker")
     options = parser.parse_args()
     if options.command in (None, "measure"):
-        found = measure(getattr(options, "workers", [1, 4, 16]))
+        found = measure()
         DATA.write_text(json.dumps(found, indent=1) + "\n")
     found = json.loads(DATA.read_text())
     if options.command != "plan":
-        for workers, measured, said in check(found):
-            print(f"{workers:>3} workers: measured {measured:6.0f}, predicted {said:6.0f} jobs/s ({said / measured - 1:+.0%})")
+        for run, said in check(found):
+            name = f"{run['workers']:>3} workers, {run['at_once']:>4} at a time, {'fitted' if run['fitted'] else 'not fitted'}"
+            print(f"{name:<44} measured {run['per_s']:4.0f}, predicted {said:4.0f} jobs/s ({said / run['per_s'] - 1:+.0%})")
         return
-    costs, load = Costs(**found["costs"]), Load(options.workers, options.jobs, options.rows, options.peak, days=options.days)
+    costs, load = costs_of(found), Load(options.workers, options.jobs, options.rows, options.peak, options.seconds, days=options.days)
     for part in plan(load, costs):
         print(f"{part.share:7.1%}  {part.name:<36} {part.used:12.4g} of {part.there:.4g} {part.unit:<12} full: {part.then}")
-    rate = load.jobs / DAY_S * load.peak
-    for name, service in (("Redis", costs.redis_s), ("relay", costs.relay_s)):
-        if rate * service < 1:
-            middle, late = waits(rate, service)
-            print(f"wait for {name} at {rate:.0f} jobs/s: median {1e3 * middle:.2f} ms, 99th percentile {1e3 * late:.2f} ms")
+    for name, part in (("Redis", costs.redis), ("relay", costs.relay)):
+        if load.rate * (service := part.at(load.depth)) < 1:
+            middle, late = waits(load.rate, service)
+            print(f"wait for {name} at {load.rate:.0f} jobs/s: median {1e3 * middle:.2f} ms, 99th percentile {1e3 * late:.2f} ms")
 
 
 if __name__ == "__main__":

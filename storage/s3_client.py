@@ -54,6 +54,8 @@ _REASONS: dict[str, tuple[int, str]] = {
     "EntityTooLarge": (errno.EFBIG, "the object is too large for it"),
     "XAmzContentSHA256Mismatch": (errno.EIO, "the bytes that arrived are not those that were sent"),
     "BadDigest": (errno.EIO, "the bytes that arrived are not those that were sent"),
+    # Of an upload whose end was asked for twice, because the first answer was lost: most servers repeat it.
+    "NoSuchUpload": (errno.EBUSY, "it no longer knows the upload"),
     "SlowDown": (errno.EBUSY, "it asks to slow down"),
     "NotImplemented": (errno.ENOSYS, "it does not do that"),
     "501": (errno.ENOSYS, "it does not do that"),
@@ -74,6 +76,8 @@ _OUTCOMES: dict[int | None, str] = {
     errno.ENOSPC: "full",
     errno.EDQUOT: "full",
 }
+#: Codes of a 404 that are not about the object.
+_NOT_THE_KEY = frozenset({"NoSuchBucket", "NoSuchUpload"})
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
 #: In what obstore says of a request without an answer.
@@ -195,7 +199,7 @@ def as_os_error(address: Address, key: str, error: Exception) -> OSError:
     text = str(error).partition("\n\nDebug source")
     code = found[1] if (found := _CODE.search(text[0])) else ""
     status = found[1] if (found := _STATUS.search(text[0])) else ""
-    if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
+    if isinstance(error, FileNotFoundError) and code not in _NOT_THE_KEY:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
     at = where(address)
     if (reason := _REASONS.get(code) or _REASONS.get(status)) is not None:

@@ -8,6 +8,7 @@ empty object `.deleted/<name>`. Names that begin with a dot are not listed. See 
 import errno
 import queue
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -86,25 +87,37 @@ class S3Store:
         return _troubles.of(self)
 
     def unfit(self) -> str:
-        """Whether conditions are obeyed: a wrong one must be refused, in writes as in reads."""
-        address = self.address
-        s3 = client(address, quick=True)
-        with counted("probe"), explained(address):
-            obstore.put(s3, CONDITIONS, _NOTHING, use_multipart=False)
-        wrong: list[tuple[str, Callable[[], object]]] = [
-            ("writes", lambda: obstore.put(s3, CONDITIONS, _NOTHING, use_multipart=False, mode={"e_tag": _NO_TAG})),
-            ("reads", lambda: obstore.get(s3, CONDITIONS, options={"if_match": _NO_TAG}).bytes()),
-        ]
-        for what, ask_wrongly in wrong:
+        """Whether conditions are obeyed, in writes and in reads: a wrong one must be refused, and the right one taken."""
+        key = check_key(f"{CONDITIONS}/{secrets.token_hex(8)}")
+        s3 = client(self.address, quick=True)
+
+        def obeyed(condition: Callable[[str], object], tag: str) -> bool:
             try:
-                with counted("probe"), explained(address):
-                    ask_wrongly()
+                with counted("probe"), explained(self.address):
+                    condition(tag)
             except Stale:
-                continue
+                return False
             except OSError as error:
                 if error.errno != errno.ENOSYS:
                     raise
-            return f"{where(address)} has no conditional {what} (If-Match), without which captures cannot be deleted and read safely"
+                return tag == _NO_TAG  # it cannot: as if a wrong one had been taken
+            return True
+
+        def write(tag: str) -> object:
+            return obstore.put(s3, key, _NOTHING, use_multipart=False, mode={"e_tag": tag})
+
+        def read(tag: str) -> object:
+            return obstore.get(s3, key, options={"if_match": tag}).bytes()
+
+        with counted("probe"), explained(self.address):
+            tag = obstore.put(s3, key, _NOTHING, use_multipart=False)["e_tag"] or ""
+        try:
+            for what, condition in (("writes", write), ("reads", read)):
+                if obeyed(condition, _NO_TAG) or not any(obeyed(condition, form) for form in _forms(tag)):
+                    return f"{where(self.address)} has no conditional {what} (If-Match): without them captures cannot be deleted safely"
+        finally:
+            with suppress(OSError), counted("probe"), explained(self.address):
+                obstore.delete(s3, key)
         return ""
 
     def used(self) -> int:
@@ -156,8 +169,10 @@ class S3Store:
                 self.fetch(key, tag, 0, memoryview(content))
                 for offset, length in ranges:
                     content[offset : offset + length] = bytes(length)
-                self.put(key, content, mode={"e_tag": tag})
-                return True
+                for form in _forms(tag):
+                    with suppress(Stale):
+                        self.put(key, content, mode={"e_tag": form})
+                        return True
         raise OSError(errno.EBUSY, f"{self.link(key)} is being changed by other processes")
 
     def sealed(self, key: str) -> bool:
@@ -234,6 +249,11 @@ class S3Store:
             raise OSError(errno.EIO, f"{self.link(key)}: {len(found)} of {stop - at} bytes arrived")
 
         _each(part, range(0, len(into), PART))
+
+
+def _forms(tag: str) -> tuple[str, str]:
+    """Of the ETag in a condition of a write: with its quotation marks, which HTTP demands, and without, which Ceph does."""
+    return tag, tag.strip('"')
 
 
 def _body(found: Any, call: Call) -> Any:
@@ -357,7 +377,8 @@ class _Upload:
             found = self._store.head(self.key)
         except FileNotFoundError as error:
             raise NotInPlaceError(f"{self.key} was deleted while being written") from error
-        if found[0] != self.size or (self._tag and found[1] and found[1] != self._tag):
+        known, shown = (tag.strip('"') for tag in (self._tag, found[1]))  # Ceph leaves the quotation marks out now and then
+        if found[0] != self.size or (known and shown and known != shown):
             raise NotInPlaceError(f"{self.key} was replaced while being written")
 
     def drop(self) -> None:

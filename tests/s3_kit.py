@@ -1,5 +1,7 @@
 """An S3 server for tests: moto behind a proxy that checks signatures as S3 does and injects faults.
 
+TEST_S3=host:port: another server, which has the user below (docs/object-storage.md says what was tried).
+
 moto accepts any credentials and any time, and does not compare bodies with their hashes. The proxy checks the signature of headers and of
 presigned links (with botocore's implementation), their expiry, the clock, and the SHA-256 of the body, and answers with S3's own codes.
 """
@@ -7,6 +9,7 @@ presigned links (with botocore's implementation), their expiry, the clock, and t
 import asyncio
 import hashlib
 import hmac
+import os
 import re
 import secrets
 import threading
@@ -31,7 +34,8 @@ class Fault:
 
     `503`, `403 CODE`: that answer; `slow`: after `seconds`; `cut`: the connection ends in the middle of the request's body; `lost`: it is
     done, and the answer never comes; `half`: the answer ends in the middle of its body; `short`: it is short and says so; `flip`: a byte of
-    the request's body changes on its way; `deaf`: its conditions are ignored.
+    the request's body changes on its way; `deaf`: its conditions are ignored; `ceph`: an ETag in its condition must have no
+    quotation marks, as in versions of Ceph.
     """
 
     kind: str
@@ -132,6 +136,8 @@ class FaultProxy:
             return
         if kind == "deaf":
             headers = {name: value for name, value in headers.items() if name != "if-match"}
+        if kind == "ceph" and headers.get("if-match", "").startswith('"'):
+            headers["if-match"] = '"another"'
         answer = await self._forward(method, target, headers, body)
         if kind == "lost":
             writer.transport.abort()
@@ -206,7 +212,9 @@ class FaultProxy:
 
 @cache
 def moto() -> str:
-    """host:port of a moto server in this process, for its whole life."""
+    """host:port of a moto server in this process, for its whole life; or of the one that `TEST_S3` names."""
+    if given := os.environ.get("TEST_S3"):
+        return given
     from moto.moto_server.werkzeug_app import create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -237,7 +245,13 @@ def new_bucket(name: str = "") -> str:
 
 
 def make_bucket(address: str, name: str) -> None:
-    """`address`: host:port of a server that asks for no signature."""
+    """`address`: host:port."""
+    if "TEST_S3" in os.environ:
+        import boto3
+
+        key = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": SECRET_KEY, "region_name": REGION}
+        boto3.client("s3", endpoint_url=f"http://{address}", **key).create_bucket(Bucket=name)
+        return
     urlopen(Request(f"http://{address}/{name}", method="PUT")).close()
 
 

@@ -1,8 +1,9 @@
 """Does it run in containers? Builds the images, brings compose.yaml up, runs the demo through the published port, kills every
 container while jobs run, sees every job finish, and takes it all down.
 
-usage: python tests/compose/run.py [--keep]      (root or a user of Docker; minutes; `make test-compose`)
-`--keep` leaves the stack and the images. MIDSTREAM_COMPOSE_CACHE: a folder for packages between runs (default: .cache/compose).
+usage: python tests/compose/run.py [--keep] [--brief]      (root or a user of Docker; minutes; `make test-compose`)
+`--keep` leaves the stack and the images. `--brief`: up, two workers, down.
+MIDSTREAM_COMPOSE_CACHE: a folder for packages between runs (default: .cache/compose).
 """
 
 import contextlib
@@ -170,6 +171,31 @@ def kill_in_turn(stack: Deployment, client: Client, console: Console, verdict: V
     return everything
 
 
+def scaled_workers(stack: Deployment, client: Client, verdict: Verdict) -> None:
+    """`--scale worker=2`: both serve, under names of their own; and back to one."""
+    model, began = client.models()[0], time.monotonic()
+    key = {"Authorization": f"Bearer {secret('admin_key')}"}
+
+    def serving() -> set[str]:
+        workers = ask(f"{stack.api}/v1/status", key)["workers"]
+        return {worker["worker"] for worker in workers if worker["healthy"]}
+
+    stack("up", "-d", "--no-build", "--scale", "worker=2")
+    eventually(lambda: len(serving()) == 2, "two workers serve", HEALTHY_S)
+    names, took = serving(), time.monotonic() - began
+    wish: dict[str, Any] = {"layers": [3], "hook": "post_block", "positions": "all_prompt"}
+    jobs = [
+        client.submit(model=model, prompts=[f"Count to {number}:"], sampling={"max_tokens": 64, "ignore_eos": True}, capture=wish).id
+        for number in range(160)  # more than one worker takes at a time
+    ]
+    ends = [client.wait(job, timeout=HEALTHY_S) for job in jobs]
+    ran = {end.worker for end in ends}
+    fine = {(end.state, end.capture_status) for end in ends} == {(State.SUCCEEDED, "ok")} and ran == names
+    verdict.check(fine, f"--scale worker=2: {', '.join(sorted(names))} after {took:.0f} s; {len(jobs)} jobs succeeded, of both of them")
+    stack("up", "-d", "--no-build", "--scale", "worker=1")
+    stack.await_health()
+
+
 def eventually(true: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
     deadline = time.monotonic() + timeout
     while not patiently(true):
@@ -264,7 +290,7 @@ def brought_up(stack: Deployment, packages: Path, keep: bool) -> Iterator[float]
             stack("down", "--volumes", "--timeout", "60", check=False)
 
 
-def test(environment: dict[str, str], cache: Path, keep: bool, console: Console) -> int:
+def test(environment: dict[str, str], cache: Path, keep: bool, brief: bool, console: Console) -> int:
     verdict = Verdict(console)
     tag = "test"
     timed = time.monotonic()
@@ -285,7 +311,11 @@ def test(environment: dict[str, str], cache: Path, keep: bool, console: Console)
             contained(stack, verdict)
             with Client(stack.api, tenants_key(stack)) as client:
                 (cache / "demo").mkdir(parents=True, exist_ok=True)
-                demonstrate(client, cache / "demo", console, verdict)
+                if not brief:
+                    demonstrate(client, cache / "demo", console, verdict)
+                scaled_workers(stack, client, verdict)
+                if brief:
+                    return 1 if verdict.short else 0
                 flower_agrees(stack, client, kill_in_turn(stack, client, console, verdict), verdict)
             figures_are_there(stack, verdict)
             names_a_missing_model(stack, verdict)
@@ -302,7 +332,7 @@ def main(arguments: list[str]) -> int:
     began = time.monotonic()
     try:
         with engine(cache / "docker") as environment:
-            code = test(environment, cache, "--keep" in arguments, console)
+            code = test(environment, cache, "--keep" in arguments, "--brief" in arguments, console)
     except Failed as error:
         console.print(f"[red]✗[/] {error}", markup=False)
         code = 1

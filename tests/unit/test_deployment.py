@@ -241,3 +241,13 @@ def test_the_file_for_minio_fits_the_services_their_settings_and_their_secrets(t
         settings = load_settings(environment)
         assert open_store(settings.artifacts).link("x") == "s3://midstream/captures/x"
         assert f"{settings.artifact_access_key}" == more["services"]["minio"]["environment"]["MINIO_ROOT_USER"]
+
+
+def test_workers_can_be_scaled_with_one_flag_with_and_without_minio() -> None:
+    """Compose gives each container of a service its own name, address and ports only where the file does not fix them."""
+    base, more = (yaml.safe_load((ROOT / name).read_text()) for name in ("compose.yaml", "compose/minio.yaml"))
+    for name in ("worker", "worker-gpu"):
+        service = base["services"][name] | more["services"][name]
+        assert not {"container_name", "hostname", "ports", "mac_address"} & service.keys(), name
+        environment = base["services"][name]["environment"] | more["services"][name]["environment"]
+        assert "MIDSTREAM_WORKER_ID" not in environment, "each takes a free name: compose/worker.sh"

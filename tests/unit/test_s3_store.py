@@ -111,6 +111,7 @@ OUTAGES: list[tuple[str, type[OSError], str]] = [
     ("403 ExpiredToken", PermissionError, "have expired"),
     ("403 RequestTimeTooSkewed", PermissionError, "differ by more than 15 minutes: run NTP"),
     ("404 NoSuchBucket", OSError, "no such bucket"),
+    ("404 NoSuchUpload", OSError, "no longer knows the upload"),
     ("cut", ConnectionError, "was cut|cannot be reached"),
     ("lost", ConnectionError, "was cut|cannot be reached"),
     ("flip", OSError, "not those that were sent"),
@@ -397,3 +398,13 @@ def test_a_server_that_ignores_conditions_is_refused_at_the_start(s3: FaultProxy
         s3.start()
     s3.faults.clear()
     assert _Troubles().of(bucket) == ""
+
+
+def test_a_server_that_wants_etags_without_quotation_marks_is_served(s3: FaultProxy, bucket: S3Store) -> None:
+    """Ceph 16 takes no others in conditions of writes."""
+    s3.fault("ceph", "PUT")
+    assert bucket.unfit() == ""
+    put(bucket, "s.seg", b"x" * 10)
+    assert bucket.erase("s.seg", [(2, 3)])
+    assert content(bucket, "s.seg") == b"xx\0\0\0xxxxx"
+    assert bucket.children() == ["s.seg"], "what the examination wrote is gone"
