@@ -45,7 +45,7 @@ class Barrier:
         self._replicas = replicas
         self._base = self._size = -1
         self._written: dict[str, int] = {}  # id of a history of writes → how far it had come when it was first asked
-        self.holders = Holders("", 0, frozenset())
+        self.holders = Holders("", 0, 0, frozenset())
 
     def ask(self, pipe: Any) -> None:
         """Queue the query on a pipeline, synchronous or not. Its answers are the last of the pipeline."""
@@ -59,11 +59,11 @@ class Barrier:
     def passed(self, *answers: Any) -> bool:
         """Whether everything confirmed before the first answers passed here is written. `answers`: to `ask`, in order."""
         if self._replicas is not None:
-            server, _, before, _, after, _ = answers[-6:]
+            server, _, before, confirmed, after, _ = answers[-6:]
             if before["role"] != "master" or before["master_replid"] != after["master_replid"]:
                 return False
             offset = self._written.setdefault(before["master_replid"], before["master_repl_offset"])
-            self.holders = holders(server["run_id"], after, offset)
+            self.holders = holders(server["run_id"], confirmed, after, offset)
         return self._logged(answers[-1])
 
     def _logged(self, persistence: dict[str, Any]) -> bool:

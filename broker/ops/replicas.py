@@ -22,9 +22,10 @@ Address = tuple[str, int]
 
 
 class Holders(NamedTuple):
-    """What a master says: its run id, its replicas, and those among them that have everything."""
+    """What a master says: its run id, how many replicas have everything by WAIT, and which by INFO."""
 
     run: str
+    confirmed: int
     recent: int  # replicas that are heard of
     having: frozenset[Address]
 
@@ -46,13 +47,13 @@ class Agreed(NamedTuple):
     needed: frozenset[Address]
 
 
-def holders(run: str, replication: dict[str, Any], offset: int) -> Holders:
-    """From `INFO replication`: who has acknowledged everything up to `offset`."""
+def holders(run: str, confirmed: int, replication: dict[str, Any], offset: int) -> Holders:
+    """From the answers to WAIT and `INFO replication`: who has acknowledged everything up to `offset`."""
     replicas = [value for name, value in replication.items() if name.startswith("slave") and isinstance(value, dict)]
     online = [replica for replica in replicas if replica["state"] == "online"]
     recent = sum(int(replica["lag"]) <= LAG_S for replica in online)
     having = frozenset((str(replica["ip"]), int(replica["port"])) for replica in online if int(replica["offset"]) >= offset)
-    return Holders(run, recent, having)
+    return Holders(run, confirmed, recent, having)
 
 
 def is_dispensable(replica: dict[str, Any]) -> bool:
@@ -104,12 +105,12 @@ class Replicas:
 
     def _enough_by_itself(self, found: Holders) -> bool | None:
         """Whether that many suffice; None if sentinels have to say so."""
+        if not self._sentinels:
+            return found.confirmed >= self.minimum
         self.wait_for = max(self.minimum, found.recent)
         if len(found.having) < self.minimum:
             return False
-        if not self._sentinels or (time.monotonic() < self._trusted and self._known <= found.having):
-            return True
-        return None
+        return True if time.monotonic() < self._trusted and self._known <= found.having else None
 
     def _enough_for(self, said: Agreed | None, found: Holders) -> bool:
         if said is None:

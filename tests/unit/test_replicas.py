@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from midstream.broker.ops.replicas import Address, Agreed, Holders, View, agreed, holders, is_dispensable, view
+from midstream.broker.ops.replicas import Address, Agreed, Holders, Replicas, View, agreed, holders, is_dispensable, view
 
 R2, R3 = ("r2", 1), ("r3", 1)
 BOTH, NONE = frozenset({R2, R3}), frozenset[Address]()
@@ -60,6 +60,48 @@ def test_only_who_has_acknowledged_everything_counts() -> None:
         return {"ip": ip, "port": 1, "state": "online", "offset": 100, "lag": 0} | changed
 
     replication = {"role": "master", "slave0": replica("r2"), "slave1": replica("r3", offset=99, lag=1)}
-    assert holders("m", replication, 100) == Holders("m", 2, frozenset({R2}))
+    assert holders("m", 1, replication, 100) == Holders("m", 1, 2, frozenset({R2}))
     replication = {"slave0": replica("r2", state="wait_bgsave"), "slave1": replica("r3", lag=9)}
-    assert holders("m", replication, 100) == Holders("m", 0, frozenset({R3}))
+    assert holders("m", 0, replication, 100) == Holders("m", 0, 0, frozenset({R3}))
+
+
+class Pool:
+    """Of a client that was given Redis directly; with `sentinels`, through them."""
+
+    service_name = "midstream"
+
+    def __init__(self, *sentinels: Any) -> None:
+        self.connection_pool = self
+        self.sentinel_manager = self
+        self.sentinels = sentinels
+
+
+class Sentinel:
+    def __init__(self, replicas: list[dict[str, Any]], **master: Any) -> None:
+        self.replicas, self.master, self.asked = replicas, of_master(**master), 0
+
+    def sentinel_slaves(self, _: str) -> list[dict[str, Any]]:
+        self.asked += 1
+        return self.replicas
+
+    def sentinel_master(self, _: str) -> dict[str, Any]:
+        return self.master
+
+
+def test_without_sentinels_a_number_of_replicas_is_enough() -> None:
+    assert Replicas(Pool(), 1).suffice(Holders("m", 1, 0, NONE))
+    assert not Replicas(Pool(), 2).suffice(Holders("m", 1, 2, BOTH))
+
+
+def test_sentinels_are_asked_only_while_a_replica_is_missing() -> None:
+    sentinels = [Sentinel([said(), said(ip="r3")]) for _ in range(3)]
+    replicas = Replicas(Pool(*sentinels), 1)
+    assert replicas.suffice(Holders("m", 2, 2, BOTH))
+    before = [sentinel.asked for sentinel in sentinels]
+    assert replicas.suffice(Holders("m", 2, 2, BOTH))
+    assert [sentinel.asked for sentinel in sentinels] == before
+    assert not replicas.suffice(Holders("m", 1, 1, frozenset({R2}))), "the other one could be promoted"
+    for sentinel in sentinels:
+        sentinel.replicas = [said(), said(ip="r3", is_sdown=True)]
+    assert replicas.suffice(Holders("m", 1, 1, frozenset({R2})))
+    assert not replicas.suffice(Holders("another", 1, 1, frozenset({R2}))), "it is no master any more"
