@@ -306,7 +306,7 @@ async def _left_over(ledger: Ledger, verdict: Verdict) -> None:
             verdict.say("left over", f"{number} of {name} are counted as used, and nothing runs")
     if still := await Harvests(ledger).live():
         verdict.say("left over", f"harvests {still} are looked after, and all are over")
-    captured = [name async for kind in ("capture", "harvest") for name in ledger.redis.scan_iter(match=f"ms:{kind}:*")]
+    captured = [name for kind in ("capture", "harvest") async for name in ledger.redis.scan_iter(match=f"ms:{kind}:*")]
     async with ledger.redis.pipeline(transaction=False) as pipe:
         for name in captured:
             pipe.hget(name, "bytes")
