@@ -65,8 +65,8 @@ def trained(uri: str, model: str, asked: argparse.Namespace) -> SAE[Any]:
     config.metadata.prepend_bos = False
     samples = asked.steps * BATCH
     training = SAETrainerConfig(
-        total_training_samples=samples, train_batch_size_samples=BATCH, lr=1e-3, lr_decay_steps=asked.steps // 5,
-        dead_feature_window=200, n_batches_for_norm_estimate=20,
+        total_training_samples=samples, train_batch_size_samples=BATCH, lr=1e-3, lr_end=1e-4,
+        lr_decay_steps=asked.steps // 5, dead_feature_window=200, n_batches_for_norm_estimate=20,
     )  # fmt: skip
     sae = SAETrainer(training, BatchTopKTrainingSAE(config), midstream.harvest.activations(uri, asked.layer, batch_size=BATCH)).fit()
     sae.save_inference_model(asked.out)
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="of each continuation")
     parser.add_argument("--features", type=int, default=400)
     parser.add_argument("--active", type=int, default=16, help="features for each token, on average")
-    parser.add_argument("--steps", type=int, default=3000, help=f"of {BATCH} rows each")
+    parser.add_argument("--steps", type=int, default=1500, help=f"of {BATCH} rows each")
     parser.add_argument("--shown", type=int, default=3, help="features in the table")
     asked = parser.parse_args()
     lines = asked.lines.read_text().splitlines() if asked.lines else prompts()
