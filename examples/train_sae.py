@@ -100,13 +100,15 @@ def show(client: midstream.Client, model: str, sae: SAE[Any], harvest: midstream
     print("\n| feature | active | largest | top tokens | where it is most active |\n|---|---|---|---|---|")
     for _, feature, best in sorted(found, reverse=True)[:features]:
         words = " ".join(f"`{word}`" for word, _ in Counter(tokens[place].strip() for place in best).most_common(3))
-        places = list({documents[place]: place for place in reversed(best)}.values())[::-1][:SHOWN]
-        where = [
-            "".join(tokens[at] for at in range(max(0, place - BEFORE), place) if documents[at] == documents[place]) + f"**{tokens[place]}**"
-            for place in places
-        ]
-        shown = "; ".join(where).replace("\n", "⏎")
-        print(f"| {feature} | {share[feature]:.1%} | {values[:, feature].max():.1f} | {words} | {shown} |")
+        where = "; ".join(list(dict.fromkeys(context(tokens, documents, place) for place in best))[:SHOWN])
+        print(f"| {feature} | {share[feature]:.1%} | {values[:, feature].max():.1f} | {words} | {where} |")
+
+
+def context(tokens: list[str], documents: np.ndarray, place: int) -> str:
+    """The token in bold behind those before it."""
+    before = "".join(tokens[at] for at in range(max(0, place - BEFORE), place) if documents[at] == documents[place])
+    token = tokens[place].lstrip()
+    return f"{before}{tokens[place][: len(tokens[place]) - len(token)]}**{token or ' '}**".strip().replace("\n", "⏎").replace("|", "¦")
 
 
 def main() -> None:

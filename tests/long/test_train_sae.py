@@ -52,7 +52,7 @@ def test_the_example_trains_registers_and_shows_features(python: Path, service: 
         (registered,) = client.saes()
         assert (registered.name, registered.layer, registered.form.architecture) == ("small", LAYER, "jumprelu")
         found = client.features("The soup was rich and warm, and we asked for a second bowl.", "small", top_k=64)
-    check_against_sae_lens(python, service, out, found.features)
+    check_against_sae_lens(python, service, out, found.reading.features)
 
 
 def check_against_sae_lens(python: Path, service: Stack, out: Path, served: list[list[int]]) -> None:
