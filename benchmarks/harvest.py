@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,41 +155,51 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
         root = Path(folder)
         corpus = root / "corpus"
         corpus.mkdir()
-        document = {"text": "x " * 500} if fake else {"text": " ".join(bench_prompts()[:3])}
-        with (corpus / "texts.jsonl").open("w") as file:
+        rng = np.random.default_rng(0)
+        with (corpus / "tokens.jsonl").open("w") as file:
             for _ in range(arguments.tokens // 900):
-                file.write(json.dumps(document) + "\n")
-        options: dict[str, Any] = {"engine": "fake"} if fake else {"engine": "vllm", "model": str(DEMO_MODEL), "certify": False, **ENGINE}
+                file.write(json.dumps({"ids": rng.integers(2, 250, 1000).tolist()}) + "\n")
+        options: dict[str, Any] = (
+            {"engine": "fake"}
+            if fake
+            else {"engine": "vllm", "model": str(arguments.model), "certify": False, **ENGINE, "kv_cache_gib": 0.25}
+        )
         options |= {"model_name": "m", "harvest_sources": str(corpus), **SLOW}
         with Stack(root / "data", api=True, start_timeout_s=300, **options) as stack, Client(stack.url) as client:
             with sampled({name: process.pid for name, process in stack.processes.items()}) as samples:
                 view = client.submit_harvest(
-                    model="m", source={"path": "texts.jsonl"}, layers=[1, 2], cut={"max_length": 256, "fit": "split"},
+                    model="m", source={"path": "tokens.jsonl", "kind": "tokens", "field": "ids"}, layers=[1, 2],
+                    cut={"max_length": 256, "fit": "split"},
                     shards={"mib": 8}, max_tokens=arguments.tokens,
                 )  # fmt: skip
                 view = client.wait_harvest(view)
             found = verify(view.uri)
-            quarters = {
-                name: [round(max(part)) for part in np.array_split(np.array(values), 4) if len(part)]
-                for name, values in samples.items()
-                if values
+            parts = {
+                name: [round(max(part)) for part in np.array_split(np.array(values), 8) if len(part)] for name, values in samples.items()
             }
             return {
                 "tokens": view.tokens, "rows": found.rows, "faults": found.faults, "bytes": found.bytes,
-                "seconds": round(computed_s(view), 1), "tokens_s": round(view.tokens_s), "rss_mib_by_quarter": quarters,
+                "seconds": round(computed_s(view), 1), "tokens_s": round(view.tokens_s), "rss_mib_by_eighth": parts,
             }  # fmt: skip
 
 
 @contextmanager
 def sampled(pids: dict[str, int]) -> Iterator[dict[str, list[float]]]:
-    """Resident MiB of each process and those below it, twice a second."""
-    found: dict[str, list[float]] = {name: [] for name in pids}
+    """Resident MiB of each process and of those below it, twice a second."""
+    found: dict[str, list[float]] = {}
     stop = threading.Event()
 
     def look() -> None:
         while not stop.wait(0.5):
             for name, pid in pids.items():
-                found[name].append(sum(map(_rss_mib, _family(pid))))
+                sizes: dict[str, float] = {}
+                for member in _family(pid):
+                    with suppress(OSError):
+                        command = Path(f"/proc/{member}/comm").read_text().strip()
+                        pages = int(Path(f"/proc/{member}/statm").read_text().split()[1])
+                        sizes[command] = sizes.get(command, 0) + pages * 4096 / 2**20
+                for command, size in sizes.items():
+                    found.setdefault(f"{name}: {command}", []).append(size)
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -213,13 +223,6 @@ def _family(pid: int) -> list[int]:
         found += parents.get(found[at], [])
         at += 1
     return found
-
-
-def _rss_mib(pid: int) -> float:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**20
-    except OSError:
-        return 0.0
 
 
 def read(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -257,6 +260,7 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2])
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--engine", choices=["fake", "vllm"], default="fake")
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="of `memory --engine vllm`")
     parser.add_argument("--uri")
     chosen = parser.parse_args()
     print(json.dumps({"speed": speed, "scale": scale, "memory": memory, "read": read}[chosen.what](chosen), indent=1))
