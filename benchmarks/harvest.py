@@ -2,7 +2,7 @@
 
     python benchmarks/harvest.py speed    # the whole service, a stock vLLM engine and a transformers loop on the same sequences, in turns
     python benchmarks/harvest.py scale    # 1, 2 and 4 fake workers whose engine takes a fixed time for a sequence
-    python benchmarks/harvest.py memory   # resident memory of all processes over a harvest of --tokens tokens
+    python benchmarks/harvest.py memory   # resident memory of all processes over a harvest of --tokens tokens; then `read`
     python benchmarks/harvest.py read     # rows/s of RowDataset beside the disk's own rate
 
 Prints JSON. A rate counts the tokens of sequences; for the service, from the planned source to the last unit that counts.
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -180,6 +180,7 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
             return {
                 "tokens": view.tokens, "rows": found.rows, "faults": found.faults, "bytes": found.bytes,
                 "seconds": round(computed_s(view), 1), "tokens_s": round(view.tokens_s), "rss_mib_by_eighth": parts,
+                "read": reading(view.uri, arguments.rounds),
             }  # fmt: skip
 
 
@@ -227,29 +228,35 @@ def _family(pid: int) -> list[int]:
 
 def read(arguments: argparse.Namespace) -> dict[str, Any]:
     """A harvest that exists: `--uri`."""
-    made = open(arguments.uri)
+    return reading(arguments.uri, arguments.rounds)
+
+
+def reading(uri: str, rounds: int) -> dict[str, Any]:
+    """Files as they are, and rows by RowDataset, in turns; as root with empty page caches too."""
+    made = open(uri)
     site = made.sites[0]
-    files = [Path(arguments.uri) / file.key for shard in made.shards for file in shard.entry.files]
+    files = [Path(uri) / file.key for shard in made.shards for file in shard.entry.files]
     size = sum(path.stat().st_size for path in files)
 
-    def disk() -> float:
-        start = time.perf_counter()
-        for path in files:
-            path.read_bytes()
-        return size / (time.perf_counter() - start)
+    def disk() -> int:
+        return round(sum(len(path.read_bytes()) for path in files) / 2**20)  # MiB
 
-    def rows() -> float:
-        start = time.perf_counter()
-        count = sum(len(batch) for batch in RowDataset(arguments.uri, [site], batch_size=4096))
-        return count / (time.perf_counter() - start)
+    def rows() -> int:
+        return sum(len(batch) for batch in RowDataset(uri, [site], batch_size=4096))
 
-    width = made.manifest.widths[site[0]]
+    def rate(what: Callable[[], int], *, cached: bool) -> int:
+        if not cached:
+            os.sync()
+            Path("/proc/sys/vm/drop_caches").write_text("3")
+        start = time.perf_counter()
+        return round(what() / (time.perf_counter() - start))
+
     disk()
-    rounds = [(disk(), rows()) for _ in range(arguments.rounds)]
-    return {
-        "rows": len(made), "width": width, "dtype": made.manifest.dtype, "bytes": size, "cached": True,
-        "disk_mib_s": [round(rate / 2**20) for rate, _ in rounds], "rows_s": [round(rate) for _, rate in rounds],
-    }  # fmt: skip
+    found: dict[str, Any] = {"rows": len(made), "width": made.manifest.widths[site[0]], "dtype": made.manifest.dtype, "bytes": size}
+    for cached in (True, False) if os.geteuid() == 0 else (True,):
+        each = [(rate(disk, cached=cached), rate(rows, cached=cached)) for _ in range(rounds)]
+        found["cached" if cached else "not cached"] = {"disk_mib_s": [mib for mib, _ in each], "rows_s": [count for _, count in each]}
+    return found
 
 
 if __name__ == "__main__":
