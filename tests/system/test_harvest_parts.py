@@ -240,7 +240,7 @@ def test_a_source_that_cannot_be_read_fails_at_once_and_says_where(redis_url: st
     (corpora / "bad.jsonl").write_text('{"text": "a"}\nnot JSON\n')
 
     async def scenario(rig: Rig) -> None:
-        _, view = await harvested(rig, source=HarvestSource(path="bad.jsonl"), root=str(corpora))
+        _, view = await harvested(rig, source=HarvestSource(path="bad.jsonl", format="jsonl"), root=str(corpora))
         assert view.state == "failed"
         assert view.error is not None
         assert (view.error.status, view.error.field) == (400, "source")
