@@ -38,6 +38,7 @@ def test_a_job_whose_rows_the_store_did_not_take_is_queued_again(redis_url: str)
                 assert await sent(ledger) == []
                 await reaper.sweep(now() + SHELVED_S + 1)
                 assert [message.job_id for message in await sent(ledger)] == [job.id]
+                assert not await ledger.redis.hexists(f"ms:job:{job.id}", "shelved"), "it is one of the queue again"
                 await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
                 claim = await ledger.claim(job.id, WORKER, BOOT, 1)
                 assert claim is not None

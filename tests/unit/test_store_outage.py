@@ -44,6 +44,7 @@ def tally(monkeypatch: pytest.MonkeyPatch) -> Tally:
 def test_while_the_store_takes_nothing_no_capture_is_tried_alone(s3: FaultProxy, bucket: S3Store, kind: str, layout: str) -> None:
     consumer = filesystem(bucket)
     captures = [finished(f"job_{n}", layout=layout) for n in range(20)]
+    assert bucket.trouble() == ""  # and that is known for a while
     s3.fault(kind, "PUT")
     s3.seen.clear()
     assert [outcome.away for outcome in consumer.consume(captures)] == [True] * 20
