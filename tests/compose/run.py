@@ -124,7 +124,8 @@ def valid_for_every_profile(stack: Deployment, verdict: Verdict) -> None:
         text = run(*stack.compose_command, "config", env={**stack.environment, "COMPOSE_PROFILES": profiles})
         verdict.check("midstream-service" in text, f"compose.yaml is valid with the profiles {profiles}")
     minio = run(*stack.compose_command, "-f", "compose.yaml", "-f", "compose/minio.yaml", "config", env=stack.environment)
-    verdict.check(minio.count("MIDSTREAM_ARTIFACT_STORE") == 3, "compose/minio.yaml is valid with it")
+    stores = minio.count("MIDSTREAM_ARTIFACT_STORE")  # the older Compose also shows the worker of the other profile
+    verdict.check(stores in (3, 4), "compose/minio.yaml is valid with it")
 
 
 def contained(stack: Deployment, verdict: Verdict) -> None:
