@@ -2,11 +2,13 @@
 
     python benchmarks/capacity.py measure                        # writes benchmarks/data/capacity.json; fake engines, ten minutes
     python benchmarks/capacity.py check                          # the simulator against those runs
+    python benchmarks/capacity.py page                           # writes the tables of docs/capacity.md
     python benchmarks/capacity.py plan --workers 1000 --jobs 10e6 --rows 0 [--peak 3]
 
 A run loads the whole service with held captures (a job, a file, a receipt each) and takes the processor time of each process. Much of
 it is shared by what happens at the same time: receipts of a worker in one message, files of a group in one commit. So the cost of a job
-is `each + shared / depth`, `depth` being the jobs that a worker has at a time; both come from some of the runs, the others test it.
+is `each + shared / depth ** power`, `depth` being the jobs that a worker has at a time (batches grow more slowly than that, hence the
+power). All three are fitted to some of the runs; the others test them.
 `plan` finds the demand on every part at the day's peak. Times in seconds, sizes in bytes.
 """
 
@@ -14,17 +16,20 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.optimize import nnls
 
+PAGE = Path(__file__).parents[1] / "docs" / "capacity.md"
 DATA = Path(__file__).with_name("data") / "capacity.json"
 DAY_S = 86_400.0
 #: Above this share of what it can do, a queue in front of a single server grows quickly (see `waits`).
@@ -34,9 +39,14 @@ REDIS_CLIENTS = 10_000
 #: S3's documented rate of PUTs to one prefix, and what a connection of a bucket carries on a 25 Gbit/s machine.
 BUCKET_PUTS_S, BUCKET_BYTES_S = 3500.0, 2.5e9
 SHARD_BYTES = 256 << 20
-JOBS, WARM_JOBS, IDLE_S = 2000, 300, 10.0
+#: Fewer jobs where they come one after the other.
+JOBS, FEW_JOBS, WARM_JOBS, IDLE_S = 2000, 400, 300, 10.0
 #: (workers, jobs at a time) of each run, and whether the costs are taken from it.
-RUNS = [(1, 64, True), (4, 64, False), (4, 256, False), (16, 64, True), (16, 16, True), (16, 256, False)]
+RUNS = [
+    (1, 1, True), (1, 64, True), (4, 64, False), (4, 256, False), (16, 64, True), (16, 16, False), (16, 256, False),
+]  # fmt: skip
+#: Jobs of a model that are sent to workers at a time (`dispatch_window`).
+WINDOW = 64
 PARTS = ("api", "redis", "relay", "worker", "rest")
 
 
@@ -45,10 +55,11 @@ class Cost:
     """Processor time of one held capture at one process, in seconds."""
 
     each: float
-    shared: float  # by all that the worker has at the time
+    shared: float  # with what else its worker has at the time
 
-    def at(self, depth: float) -> float:
-        return self.each + self.shared / depth
+    def at(self, alone: float) -> float:
+        """`alone`: 1 for a worker with a single job, towards 0 with many: see `Costs.alone`."""
+        return self.each + self.shared * alone
 
 
 @dataclass(frozen=True)
@@ -64,13 +75,14 @@ class Costs:
     clients: float  # connections to Redis of each worker
     services_clients: float  # of all other processes
     job_bytes: float  # in Redis, of a job that is kept
+    power: float
 
-    def job_s(self, depth: float) -> float:
-        return sum(getattr(self, part).at(depth) for part in PARTS)
+    def alone(self, depth: float) -> float:
+        """How much of what can be shared a job has to itself, 0 to 1. `depth`: jobs that its worker has at a time."""
+        return float(max(1.0, depth) ** -self.power)
 
-
-def costs_of(found: dict[str, Any]) -> Costs:
-    return Costs(**(found["costs"] | {part: Cost(**found["costs"][part]) for part in PARTS}))
+    def job_s(self, alone: float) -> float:
+        return sum(getattr(self, part).at(alone) for part in PARTS)
 
 
 @dataclass(frozen=True)
@@ -94,7 +106,7 @@ class Load:
     @property
     def depth(self) -> float:
         """Jobs that a worker has at a time, at the peak."""
-        return max(1.0, self.rate * self.job_s / self.workers)
+        return self.rate * self.job_s / self.workers
 
 
 @dataclass(frozen=True)
@@ -114,17 +126,17 @@ class Part:
 
 def plan(load: Load, costs: Costs, redis_bytes: float = 64e9) -> list[Part]:
     """Every part's demand at the peak, fullest first."""
-    rate, depth = load.rate, load.depth
+    rate, alone = load.rate, costs.alone(load.depth)
     harvest = load.rows * load.row_bytes / (load.days * DAY_S)
     shards = harvest / SHARD_BYTES
     return sorted(
         [
-            Part("one Redis, its core", rate * costs.redis.at(depth) + load.workers * costs.idle_redis_s, FULL, "cores", "shard by model"),
+            Part("one Redis, its core", rate * costs.redis.at(alone) + load.workers * costs.idle_redis_s, FULL, "cores", "shard by model"),
             Part("Redis, connections", load.workers * costs.clients + costs.services_clients, REDIS_CLIENTS * 2 / 3, "connections",
                  "raise maxclients and the limit of open files"),
             Part("Redis, memory", load.jobs / DAY_S * load.kept_s * costs.job_bytes, redis_bytes * 0.85, "bytes", "keep results shorter"),
-            Part("one relay, its core", rate * costs.relay.at(depth), FULL, "cores", "a relay for each group of workers"),
-            Part("one API replica, its core", rate * costs.api.at(depth), FULL, "cores", "more replicas"),
+            Part("one relay, its core", rate * costs.relay.at(alone), FULL, "cores", "a relay for each group of workers"),
+            Part("one API replica, its core", rate * costs.api.at(alone), FULL, "cores", "more replicas"),
             Part("the bucket, PUTs", shards, BUCKET_PUTS_S, "per s", "more prefixes"),
             Part("the bucket, bytes from one machine", harvest, BUCKET_BYTES_S, "bytes/s", "more worker machines: each writes its own"),
         ],
@@ -144,10 +156,10 @@ def waits(rate: float, service_s: float, seconds: float = 200.0, seed: int = 0) 
 
 def predicted(workers: int, at_once: int, costs: Costs, cores: float) -> float:
     """Jobs per second when everything shares `cores` that are all busy; a single-threaded part may be full before."""
-    depth = max(1.0, at_once / workers)
+    alone = costs.alone(min(at_once, WINDOW) / workers)
     free = cores - workers * (costs.idle_redis_s + costs.idle_worker_s) - costs.idle_rest_s
-    redis = (1 - workers * costs.idle_redis_s) / costs.redis.at(depth)
-    return min(free / costs.job_s(depth), 1 / costs.api.at(depth), 1 / costs.relay.at(depth), redis)
+    redis = (1 - workers * costs.idle_redis_s) / costs.redis.at(alone)
+    return max(0.0, min(free / costs.job_s(alone), 1 / costs.api.at(alone), 1 / costs.relay.at(alone), redis))
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------------------
@@ -155,24 +167,33 @@ def predicted(workers: int, at_once: int, costs: Costs, cores: float) -> float:
 
 def measure() -> dict[str, Any]:
     runs = [_run(workers, at_once, fitted) for workers, at_once, fitted in RUNS]
+    return {"date": time.strftime("%Y-%m-%d %H:%M"), "cores": os.cpu_count(), "runs": runs}
+
+
+def costs_of(found: dict[str, Any]) -> Costs:
+    """From the runs that are there to be fitted; what idle workers take, from all."""
+    runs = found["runs"]
+    fitted = [run for run in runs if run["fitted"]]
     first, last = runs[0], runs[-1]
     more = last["workers"] - first["workers"]
-    idle_redis = (last["idle"]["redis"] - first["idle"]["redis"]) / more
+    best = min(np.linspace(0.2, 1.5, 27), key=lambda power: sum(_fit(fitted, part, power)[1] for part in PARTS))
     clients = (last["clients"] - first["clients"]) / more
-    costs = Costs(
-        **{part: _cost([run for run in runs if run["fitted"]], part) for part in PARTS},
-        idle_redis_s=max(0.0, idle_redis), idle_worker_s=last["idle"]["worker"] / last["workers"],
+    return Costs(
+        **{part: _fit(fitted, part, best)[0] for part in PARTS},
+        idle_redis_s=max(0.0, (last["idle"]["redis"] - first["idle"]["redis"]) / more),
+        idle_worker_s=last["idle"]["worker"] / last["workers"],
         idle_rest_s=statistics.mean(sum(run["idle"].values()) - run["idle"]["redis"] - run["idle"]["worker"] for run in runs),
         clients=clients, services_clients=first["clients"] - clients * first["workers"], job_bytes=first["job_bytes"],
+        power=float(best),
     )  # fmt: skip
-    return {"date": time.strftime("%Y-%m-%d %H:%M"), "cores": os.cpu_count(), "costs": asdict(costs), "runs": runs}
 
 
-def _cost(runs: list[dict[str, Any]], part: str) -> Cost:
-    """Least squares over `each + shared / depth`, of what is spent beyond what is spent without jobs."""
-    net = [sum(_of(run["spent"], part)) - sum(_of(run["idle"], part)) / run["per_s"] for run in runs]
-    shared, each = np.polyfit([run["workers"] / run["at_once"] for run in runs], net, 1)
-    return Cost(max(0.0, float(each)), max(0.0, float(shared)))
+def _fit(runs: list[dict[str, Any]], part: str, power: float) -> tuple[Cost, float]:
+    """The cost beyond what is spent without jobs, neither summand below 0; and the sum of the squared relative errors."""
+    net = np.array([sum(_of(run["spent"], part)) - sum(_of(run["idle"], part)) / run["per_s"] for run in runs])
+    alone = np.array([max(1.0, min(run["at_once"], WINDOW) / run["workers"]) ** -power for run in runs])
+    found, _ = nnls(np.stack([1 / net, alone / net], axis=1), np.ones(len(net)))
+    return Cost(float(found[0]), float(found[1])), float(np.square((found[0] + found[1] * alone) / net - 1).sum())
 
 
 def _of(values: dict[str, float], part: str) -> list[float]:
@@ -187,6 +208,7 @@ def _run(workers: int, at_once: int, fitted: bool) -> dict[str, Any]:
     from midstream.client.stack.supervisor import Supervisor, prepare, read_state
     from midstream.schemas.settings import Settings, to_environment
 
+    count = JOBS if at_once > 1 else FEW_JOBS
     with tempfile.TemporaryDirectory(prefix="midstream-capacity-") as folder:
         data = Path(folder)
         wanted = Settings(engine="fake", model=MODEL, data_dir=folder, api_port=0, flower_port=0, log_level="WARNING", worker_id="w1")
@@ -213,9 +235,9 @@ def _run(workers: int, at_once: int, fitted: bool) -> dict[str, Any]:
                     asyncio.run(http_round(stack.url, max(WARM_JOBS, 2 * at_once), at_once, held=True))
                     used, before = client.info("memory")["used_memory"], processor_s(pids)
                     load = os.getloadavg()[0]
-                    seconds, _ = asyncio.run(http_round(stack.url, JOBS, at_once, held=True))
-                    spent = _by_role(before, processor_s(pids), JOBS)
-                    size = (client.info("memory")["used_memory"] - used) / JOBS
+                    seconds, _ = asyncio.run(http_round(stack.url, count, at_once, held=True))
+                    spent = _by_role(before, processor_s(pids), count)
+                    size = (client.info("memory")["used_memory"] - used) / count
             finally:
                 for process in others:
                     process.terminate()
@@ -223,7 +245,7 @@ def _run(workers: int, at_once: int, fitted: bool) -> dict[str, Any]:
                     process.wait(60)
     job_s = sum(spent.values())
     found = {
-        "workers": workers, "at_once": at_once, "fitted": fitted, "per_s": JOBS / seconds, "cores": job_s * JOBS / seconds, "load": load,
+        "workers": workers, "at_once": at_once, "fitted": fitted, "per_s": count / seconds, "cores": job_s * count / seconds, "load": load,
         "spent": spent, "idle": idle, "clients": connections, "job_bytes": size,
     }  # fmt: skip
     said = f"{found['per_s']:.0f} held captures a second, {1e3 * job_s:.2f} ms of processor time each"
@@ -249,33 +271,98 @@ def check(found: dict[str, Any]) -> list[tuple[dict[str, Any], float]]:
     return [(run, predicted(run["workers"], run["at_once"], costs, run["cores"])) for run in found["runs"]]
 
 
+# ---- the page ------------------------------------------------------------------------------------------------------------------
+
+#: What the page plans for.
+PLANNED = Load(workers=1000, jobs=10e6, rows=1e12)
+DAY_KEPT = replace(PLANNED, kept_s=DAY_S)
+
+
+def tables(found: dict[str, Any]) -> dict[str, str]:
+    """The tables of docs/capacity.md by name, in Markdown."""
+    costs = costs_of(found)
+    return {"costs": _costs_table(costs), "carries": _carries_table(costs), "runs": _runs_table(found), "plan": _plan_table(costs)}
+
+
+def _table(head: str, rows: list[tuple[object, ...]]) -> str:
+    lines = [f"| {head} |", "|" + "---|" * (head.count("|") + 1), *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _costs_table(costs: Costs) -> str:
+    others = "callbacks, Flower, client"
+    names = {"api": "the API", "redis": "Redis", "relay": "the relay", "worker": "the worker (fake engine)", "rest": others}
+    rows: list[tuple[object, ...]] = [
+        (names[part], *(f"{1e3 * getattr(costs, part).at(alone):.2f} ms" for alone in (0.0, 1.0))) for part in PARTS
+    ]
+    rows.append(("all of it", *(f"{1e3 * costs.job_s(alone):.1f} ms" for alone in (0.0, 1.0))))
+    return _table("processor time of a held capture at | busy workers | workers with one job at a time", rows)
+
+
+def _carries_table(costs: Costs) -> str:
+    rows: list[tuple[object, ...]] = []
+    for name, part in (("one Redis", costs.redis), ("one relay", costs.relay), ("one API core", costs.api)):
+        rows.append((name, *(f"{FULL / part.at(alone):.0f} jobs/s" for alone in (0.0, 1.0))))
+    rows.append(("one prefix of a bucket (AWS' figure)", *[f"{BUCKET_PUTS_S:.0f} PUTs/s"] * 2))
+    return _table(f"at {FULL:.0%} of its core | busy workers | workers with one job at a time", rows)
+
+
+def _runs_table(found: dict[str, Any]) -> str:
+    rows: list[tuple[object, ...]] = []
+    for run, said in check(found):
+        rows.append(
+            (run["workers"], run["at_once"], f"{run['load']:.0f}", f"{run['cores']:.2f}", f"{run['per_s']:.0f}", f"{said:.0f}",
+             f"{said / run['per_s'] - 1:+.0%}", "fitted" if run["fitted"] else "")
+        )  # fmt: skip
+    return _table("workers | jobs at a time | load of the machine | cores that we got | jobs/s measured | simulated | error | ", rows)
+
+
+def _plan_table(costs: Costs) -> str:
+    rows: list[tuple[object, ...]] = []
+    for part in plan(PLANNED, costs):
+        scale, unit = (1e9, f"G{part.unit}".replace("Gbytes", "GB")) if part.unit.startswith("bytes") else (1.0, part.unit)
+        used, there = (f"{value / scale:,.{0 if value / scale >= 100 else 2}f}" for value in (part.used, part.there))
+        rows.append((part.name, f"{used} of {there} {unit}", f"{part.share:.0%}", part.then))
+    return _table("part | demand | used | then", rows)
+
+
+def write_page(found: dict[str, Any]) -> None:
+    text = PAGE.read_text()
+    for name, table in tables(found).items():
+        block = re.compile(rf"(<!-- {name}: .*? -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        text = block.sub(lambda at, table=table: at[1] + "\n" + table + at[2], text)  # type: ignore[misc]
+    PAGE.write_text(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("measure")
     commands.add_parser("check")
+    commands.add_parser("page")
     planning = commands.add_parser("plan")
     planning.add_argument("--workers", type=int, default=1000)
     planning.add_argument("--jobs", type=float, default=10e6, help="a day")
     planning.add_argument("--rows", type=float, default=0.0, help="harvested in --days")
     planning.add_argument("--days", type=float, default=30.0)
     planning.add_argument("--peak", type=float, default=3.0)
-    planning.add_argument("--seconds", type=float, default=10.0, help="that a job is on its worker")
     options = parser.parse_args()
     if options.command in (None, "measure"):
         found = measure()
         DATA.write_text(json.dumps(found, indent=1) + "\n")
     found = json.loads(DATA.read_text())
+    if options.command == "page":
+        write_page(found)
     if options.command != "plan":
         for run, said in check(found):
             name = f"{run['workers']:>3} workers, {run['at_once']:>4} at a time, {'fitted' if run['fitted'] else 'not fitted'}"
             print(f"{name:<44} measured {run['per_s']:4.0f}, predicted {said:4.0f} jobs/s ({said / run['per_s'] - 1:+.0%})")
         return
-    costs, load = costs_of(found), Load(options.workers, options.jobs, options.rows, options.peak, options.seconds, days=options.days)
+    costs, load = costs_of(found), Load(options.workers, options.jobs, options.rows, options.peak, days=options.days)
     for part in plan(load, costs):
         print(f"{part.share:7.1%}  {part.name:<36} {part.used:12.4g} of {part.there:.4g} {part.unit:<12} full: {part.then}")
     for name, part in (("Redis", costs.redis), ("relay", costs.relay)):
-        if load.rate * (service := part.at(load.depth)) < 1:
+        if load.rate * (service := part.at(costs.alone(load.depth))) < 1:
             middle, late = waits(load.rate, service)
             print(f"wait for {name} at {load.rate:.0f} jobs/s: median {1e3 * middle:.2f} ms, 99th percentile {1e3 * late:.2f} ms")
 
