@@ -1,6 +1,7 @@
 """Harvests as text."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from rich.table import Table
 
@@ -10,12 +11,11 @@ from .jobs import minute, size
 
 def harvests(views: Sequence[HarvestView]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("id", "model", "state", "done", "rows", "size", "created"):
-        table.add_column(name, no_wrap=name == "id", justify="right" if name in ("done", "rows", "size") else "left")
+    for name in ("id", "state", "done", "rows", "size", "created"):
+        justify: Literal["left", "right"] = "right" if name in ("done", "rows", "size") else "left"
+        table.add_column(name, no_wrap=name != "created", justify=justify)
     for view in views:
-        table.add_row(
-            view.id, view.model, view.state, f"{view.share:.0%}", f"{view.rows:,}", size(view.bytes), minute(view.created)
-        )  # fmt: skip
+        table.add_row(view.id, view.state, f"{view.share:.0%}", f"{view.rows:,}", size(view.bytes), minute(view.created))
     return table
 
 

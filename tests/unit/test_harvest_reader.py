@@ -139,14 +139,14 @@ def expected() -> Counter[float]:
 
 @pytest.mark.parametrize("workers", [0, 3])
 def test_every_row_is_in_an_epoch_once_over_all_loader_workers(uri: str, workers: int) -> None:
-    data = pytest.importorskip("torch.utils.data")
+    from torch.utils import data
+
     found = seen(data.DataLoader(reading.RowDataset(uri, [("post_block", 5)], batch_size=7), batch_size=None, num_workers=workers))
     assert Counter(found) == expected()
     assert found != sorted(found)
 
 
 def test_replicas_share_the_rows_and_epochs_differ(uri: str) -> None:
-    pytest.importorskip("torch")
     halves = [seen(reading.RowDataset(uri, [("post_block", 5)], replica=replica, replicas=2)) for replica in range(2)]
     assert Counter(halves[0] + halves[1]) == expected()
     first, again, other = (seen(reading.RowDataset(uri, [("post_block", 5)], epoch=epoch)) for epoch in (0, 0, 1))
@@ -155,7 +155,6 @@ def test_replicas_share_the_rows_and_epochs_differ(uri: str) -> None:
 
 @pytest.mark.parametrize("taken", [0, 1, 9, 25, 52])
 def test_a_dataset_goes_on_where_it_was(uri: str, taken: int) -> None:
-    pytest.importorskip("torch")
     whole = seen(reading.RowDataset(uri, [("post_block", 5)], batch_size=7))
     dataset = reading.RowDataset(uri, [("post_block", 5)], batch_size=7)
     stream = iter(dataset)
@@ -168,7 +167,7 @@ def test_a_dataset_goes_on_where_it_was(uri: str, taken: int) -> None:
 
 
 def test_a_plain_loader_with_workers_goes_on_from_a_number_of_batches(uri: str) -> None:
-    data = pytest.importorskip("torch.utils.data")
+    from torch.utils import data
 
     def loader(start: int) -> Any:
         return data.DataLoader(reading.RowDataset(uri, [("post_block", 5)], batch_size=7, start=start), batch_size=None, num_workers=2)
@@ -178,7 +177,8 @@ def test_a_plain_loader_with_workers_goes_on_from_a_number_of_batches(uri: str) 
 
 
 def test_several_sites_and_keys_come_as_a_dict(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     dataset = reading.RowDataset(write(tmp_path / "h", "bfloat16"), keys=True, dtype=torch.bfloat16)
     batch = next(iter(dataset))
     assert set(batch) == {"post_block.2", "post_block.5", "document", "position", "token_id"}
@@ -187,7 +187,6 @@ def test_several_sites_and_keys_come_as_a_dict(tmp_path: Path) -> None:
 
 
 def test_activations_never_end(uri: str) -> None:
-    pytest.importorskip("torch")
     stream = reading.activations(uri, 5, batch_size=50)
     batches = [next(stream) for _ in range(20)]
     assert {tuple(batch.shape) for batch in batches} == {(50, WIDTH)}
@@ -217,7 +216,7 @@ def test_thinned_positions_cannot_train_a_draft_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_tables_have_a_column_for_each_site(uri: str, tmp_path: Path, kind: str) -> None:
-    pa = pytest.importorskip("pyarrow")
+    import pyarrow as pa
     import pyarrow.parquet as parquet
 
     export = reading.to_parquet if kind == "parquet" else reading.to_arrow

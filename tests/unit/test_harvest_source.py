@@ -71,7 +71,7 @@ def test_lines_of_the_request_are_documents(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "stream"])
 def test_columns_of_tables_are_documents(tmp_path: Path, kind: str) -> None:
-    pa = pytest.importorskip("pyarrow")
+    import pyarrow as pa
     import pyarrow.parquet as parquet
 
     table = pa.table({"text": TEXTS, "number": list(range(len(TEXTS)))})
@@ -88,7 +88,7 @@ def test_columns_of_tables_are_documents(tmp_path: Path, kind: str) -> None:
 
 
 def test_token_ids_of_a_table_are_taken_as_they_are(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
+    import pyarrow as pa
     import pyarrow.parquet as parquet
 
     parquet.write_table(pa.table({"input_ids": [[1, 2, 3], [], [4]]}), tmp_path / "ids.parquet")
