@@ -120,10 +120,10 @@ test-faults: $(READY) model ## fault gate: 10,000 jobs with a fixed seed and wit
 	@echo "== fault gate"
 	@$(PYTEST) -s tests/faults
 
-test-machines: $(READY) model ## network namespaces as machines: workers killed, cut off and slow, and a failover of Redis; needs root
+test-machines: $(READY) model ## network namespaces as machines, killed, cut off and slow; failovers of Redis; needs root (MACHINES="-k outlive": some)
 	@test "$$(id -u)" = 0 || { echo "make test-machines needs root: it lays out network namespaces"; exit 2; }
 	@echo "== machines"
-	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) -s -m machines tests/machines
+	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) -s -m machines tests/machines $(MACHINES)
 
 test-compose: $(READY) ## containers: build, start, run the demo, kill each, stop (needs Docker; see docs/deployment.md)
 	@$(BIN)/python tests/compose/run.py $(COMPOSE_ARGS)

@@ -59,7 +59,7 @@ class Settings(Record):
     redis_url: str = ""  # empty: `midstream up` starts its own on a free loopback port
     redis_allow_lossy: bool = False  # accept a Redis without AOF, or one that evicts keys: accepted jobs may be lost
     redis_sentinel_password: str = ""  # put into a `redis_url` of Sentinel, as `redis_password` is
-    redis_replicas: Natural = 0  # replicas that must have a write before it is acknowledged; 0: none
+    redis_replicas: Natural = 0  # replicas, at least, that must have a write before it is acknowledged; 0: none
     relay_url: str = ""  # tcp://host:port of the relay's ROUTER; empty: `midstream up` picks a free port
     relay_allow_remote: bool = False  # let the relay listen beyond loopback without CURVE keys: only on a trusted network
     curve_dir: str = ""  # folder where relay and workers of one account create and find their CURVE keys automatically
