@@ -163,10 +163,21 @@ class RedisGroup:
         return time.monotonic() - began
 
     def await_whole(self, timeout: float = 120.0) -> None:
-        """Until all replicas follow the master, and all sentinels know it: then the next failover may come."""
+        """Until all replicas follow the master, and every sentinel has seen that they do: then the next failover may come.
+
+        A sentinel looks every 10 s. One that still takes a replica for the master that it was, and is cut off with the present master
+        while that replica is promoted, makes it a replica again when it returns: see docs/redis.md.
+        """
         self._wait(lambda: self.client(self.master()).info("replication")["connected_slaves"] == len(self.machines) - 1, timeout)
         self._wait(lambda: len({str(self._state(machine)["ip"]) for machine in self.machines}) == 1, timeout)
         self._wait(lambda: all(self._state(machine)["flags"] == "master" for machine in self.machines), timeout)
+        self._wait(lambda: all(map(self._sees_replicas, self.machines)), timeout)
+
+    def _sees_replicas(self, sentinel: str) -> bool:
+        with redis.Redis(self.network.address(sentinel), SENTINEL_PORT, socket_timeout=3, retry=None) as client:
+            replicas: list[dict[str, str]] = client.sentinel_slaves(SERVICE)
+        seen = [replica["flags"] == "slave" and replica["role-reported"] == "slave" for replica in replicas]
+        return seen == [True] * (len(self.machines) - 1)
 
     def kill(self, machine: str) -> None:
         self.processes[machine].kill()
