@@ -20,7 +20,7 @@ from midstream.client.harvest import open, verify
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.harvests import HarvestCut, HarvestPositions, HarvestShards, HarvestSource, HarvestView, StoredHarvest
 from midstream.schemas.jobs import SamplingRequest
-from midstream.storage.store import below
+from midstream.storage.store import below, open_store
 from midstream.workers.fake.model import residual_rows
 from midstream.workers.serving import harvests as serving
 from midstream.workers.serving.attempt import AttemptOutcome
@@ -268,6 +268,21 @@ def test_another_global_steering_ends_the_harvest(redis_url: str, tmp_path: Path
         assert view.state == "failed"
         assert view.error is not None
         assert (view.error.status, "global steering" in view.error.detail) == (409, True)
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_a_seal_that_finds_fewer_parts_than_were_planned_removes_nothing(redis_url: str, tmp_path: Path) -> None:
+    """As when it is run again long after the harvest has ended."""
+
+    async def scenario(rig: Rig) -> None:
+        harvest, _ = await harvested(rig)
+        await rig.ledger.redis.delete(f"ms:harvest-done:{harvest.id}")
+        again = object.__new__(serving.HarvestAttempt)
+        again._harvests = Harvests(rig.ledger)
+        with pytest.raises(MidstreamError, match="nothing is removed"):
+            await again._seal(harvest, open_store(harvest.uri))
+        check_rows(checked(harvest.uri), DOCUMENTS, [("post_block", 1), ("post_block", 3)])
 
     Rig(redis_url, tmp_path)(scenario)
 
