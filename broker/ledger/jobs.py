@@ -71,6 +71,13 @@ class Outcome(NamedTuple):
     written: bool = False  # known to survive a kill of Redis
 
 
+class EventsLost(MidstreamError):
+    """Redis confirmed events of the attempt and has lost them: its stream would have a hole. Another attempt begins it again."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__("internal", f"events of {job_id} were lost by Redis")
+
+
 class ClaimRefused(MidstreamError):
     """The job exists, but this worker may not take it now: claim again once the cause in `why` is resolved."""
 
@@ -273,16 +280,20 @@ class Ledger:
             return None
         return Claim(job, attempt, float(rest[2]))
 
-    async def store_outputs(self, job_id: str, attempt: int, outputs: list[Output], last: Event | None = None) -> State | None:
-        """Store all outputs of the attempt together, and the event of the last of them.
+    async def store_outputs(
+        self, job_id: str, attempt: int, outputs: list[Output], last: Event | None = None, said: int = 0
+    ) -> State | None:
+        """Store all outputs of the attempt together, and the event of the last of them. `said`: how many events came before it.
 
         None: the attempt is stale or was cancelled; nothing is stored. Otherwise the state after it: succeeded, or running while
-        receipts are awaited.
+        receipts are awaited. Raises EventsLost.
         """
         told = to_json(last) if last else None
         outcome = await self._tell(
-            "store", job_id, attempt, capture_timeout=self.settings.capture_timeout_s, outputs=to_msgpack(outputs), last=told
+            "store", job_id, attempt, capture_timeout=self.settings.capture_timeout_s, outputs=to_msgpack(outputs), said=said, last=told
         )
+        if outcome == "behind":
+            raise EventsLost(job_id)
         return State(outcome) if outcome in (State.RUNNING, State.SUCCEEDED) else None
 
     async def fail(self, job_id: str, attempt: int, problem: Problem) -> bool:
@@ -312,9 +323,12 @@ class Ledger:
     async def emit(self, job_id: str, attempt: int, number: int, event: Event) -> bool:
         """Append event `number` of the attempt to the job's event stream. False: the attempt is stale.
 
-        Numbers not above the last are duplicates: a call may be repeated, but calls must stay in order.
+        Numbers not above the last are duplicates: a call may be repeated, but calls must stay in order. Raises EventsLost.
         """
-        return await self._tell("emit", job_id, attempt, number=number, event=to_json(event)) == "emitted"
+        outcome = await self._tell("emit", job_id, attempt, number=number, event=to_json(event))
+        if outcome == "behind":
+            raise EventsLost(job_id)
+        return outcome == "emitted"
 
     @reachable
     async def _tell(self, script: str, job_id: str, attempt: int, **own: Any) -> str:

@@ -5,12 +5,12 @@ outputs and settles receipts when the test says so, which makes every moment in 
 """
 
 import asyncio
-import itertools
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,7 +175,7 @@ class Hand:
         self._settler = Settler(self._redis, settings)
         self._sequence = [0] * len(ranks)
         self._epoch = os.urandom(8).hex()
-        self._events = itertools.count(1)
+        self._events = Counter[tuple[str, int]]()  # how many each attempt has emitted
 
     def close(self) -> None:
         self.do(self.ledger.close())
@@ -231,7 +231,8 @@ class Hand:
         assert self.emit(claim, Event(event="token", data=data, attempt=claim.attempt))
 
     def emit(self, claim: Claim, event: Event) -> bool:
-        return self.do(self.ledger.emit(claim.job.id, claim.attempt, next(self._events), event))
+        self._events[claim.job.id, claim.attempt] += 1
+        return self.do(self.ledger.emit(claim.job.id, claim.attempt, self._events[claim.job.id, claim.attempt], event))
 
     def store(self, claim: Claim, texts: Sequence[str] | None = None) -> None:
         """Outputs of every prompt, with an `output` event each, as the worker does."""

@@ -9,7 +9,7 @@ import pytest
 from ledger_kit import BOOT, WORKER, claimed, make_job, open_ledger, outputs
 
 from midstream.broker.ledger import views
-from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.jobs import EventsLost, Ledger
 from midstream.broker.ops import redis_server
 from midstream.schemas.base import now
 from midstream.schemas.compatibility import OLDEST_WIRE, WIRE
@@ -292,6 +292,25 @@ def test_events_are_read_from_where_the_reader_left_off(redis_url: str) -> None:
             with pytest.raises(MidstreamError) as caught:
                 await ledger.events(job.id, after="nonsense")
             assert caught.value.kind == "invalid_request"
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_has_lost_events_is_not_continued(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job()
+            await claimed(ledger, job)
+            for number in (1, 2, 3):
+                assert await ledger.emit(job.id, 1, number, Event(event="output", data={"index": number}, attempt=1))
+            await ledger.redis.hset(f"ms:job:{job.id}", "said", 1)  # as a promoted replica has it
+            before = await ledger.events(job.id)
+            with pytest.raises(EventsLost):
+                await ledger.emit(job.id, 1, 4, Event(event="output", data={"index": 4}, attempt=1))
+            with pytest.raises(EventsLost):
+                await ledger.store_outputs(job.id, 1, outputs(), said=3)
+            assert await ledger.events(job.id) == before
+            assert (await ledger.view(job.id)).state is State.RUNNING
 
     asyncio.run(main())
 

@@ -52,6 +52,21 @@ def test_a_restarted_worker_takes_its_jobs_back_without_waiting_for_the_lease(tm
         assert stack.wait(job_id).attempt == 2
 
 
+def test_a_stream_whose_events_a_failover_lost_begins_again(tmp_path: Path) -> None:
+    with Stack(tmp_path, fake_token_s=TOKEN_S, lease_s=60, callbacks=False) as stack:
+        job_id = stack.submit(["a", "b"], max_tokens=100, stream=True)
+        while (said := stack.do(lambda ledger: ledger.redis.hget(f"ms:job:{job_id}", "said"))) is None or int(said) < 20:
+            time.sleep(0.01)
+        stack.do(lambda ledger: ledger.redis.hincrby(f"ms:job:{job_id}", "said", -10))
+        view = stack.wait(job_id)
+        assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
+        streamed: dict[int, list[int]] = {0: [], 1: []}
+        for event in stack.do(lambda ledger: ledger.events(job_id)):
+            if event.event == "token" and event.attempt == 2:
+                streamed[event.data["index"]] += event.data["token_ids"]
+        assert streamed == {output.index: output.token_ids for output in stack.result(job_id).outputs}
+
+
 # field case 37
 def test_when_the_engine_dies_the_worker_exits_and_its_jobs_are_run_again(tmp_path: Path) -> None:
     settings = {"fake_token_s": TOKEN_S, "lease_s": 60, "worker_concurrency": 3, "fault": "engine_dies:tokens=60"}

@@ -19,7 +19,7 @@ class AttemptOutcome(StrEnum):
     NOT_OURS = "not ours"  # someone else has the job, or it is over
     CANCELLED = "cancelled"
     LOST = "lost"  # the lease went to another attempt
-    RELEASED = "released"  # the engine died; another attempt follows
+    RELEASED = "released"  # the engine died, or Redis lost events of it; another attempt follows
     OUT_OF_STEP = "out of step"  # its ranks disagree; another attempt follows, or the job has failed for it
     PUT_BACK = "put back"  # not begun: the worker does not serve now
 
@@ -57,7 +57,10 @@ class Attempt:
             self.task.cancel()
 
     async def emit(self, ledger: Ledger, event: Event) -> None:
-        """One event after the other, so that each has a number by which it is told once, however often the call is repeated."""
+        """One event after the other, so that each has a number by which it is told once, however often the call is repeated.
+
+        Raises EventsLost.
+        """
         async with self._emitting:
             self.emitted += 1
             number = self.emitted

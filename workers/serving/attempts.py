@@ -15,7 +15,7 @@ import msgspec
 
 from ...broker.ledger.harvests import PARTS_PER_WORKER, Harvests
 from ...broker.ledger.harvests import Kept as HarvestKept
-from ...broker.ledger.jobs import Claim, ClaimRefused, Ledger
+from ...broker.ledger.jobs import Claim, ClaimRefused, EventsLost, Ledger
 from ...broker.ledger.sweeps import Kept
 from ...schemas.base import now
 from ...schemas.errors import MidstreamError, Problem
@@ -247,7 +247,8 @@ class Attempts:
             crash_point("worker.generated")
             began = now()
             stored = await patiently(
-                lambda: self._ledger.store_outputs(attempt.job.id, attempt.number, outputs, attempt.last), f"outputs of {attempt.job.id}"
+                lambda: self._ledger.store_outputs(attempt.job.id, attempt.number, outputs, attempt.last, attempt.emitted),
+                f"outputs of {attempt.job.id}",
             )
             attempt.closed = True
             crash_point("worker.stored")
@@ -265,6 +266,8 @@ class Attempts:
                 return await self._abandon(attempt, attempt.ending)
             if (ending := _other_attempt(error)) is not None:
                 attempt.detail = str(error)
+                if not self._engine_died.is_set():
+                    await self._engine.abort(attempt.job.id, attempt.number)  # other prompts of it
                 return await self._abandon(attempt, ending)
             attempt.closed = True
             return await self._give_up(attempt, problem_of(error))
@@ -410,7 +413,7 @@ def _other_attempt(error: BaseException) -> AttemptOutcome | None:
     leaves = list(_leaves(error))
     if any(isinstance(leaf, Quarantined) for leaf in leaves):
         return AttemptOutcome.OUT_OF_STEP
-    return AttemptOutcome.RELEASED if any(isinstance(leaf, CrowdedOut) for leaf in leaves) else None
+    return AttemptOutcome.RELEASED if any(isinstance(leaf, CrowdedOut | EventsLost) for leaf in leaves) else None
 
 
 def problem_of(error: BaseException) -> Problem:

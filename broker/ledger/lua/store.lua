@@ -1,6 +1,8 @@
 -- Store all outputs of an attempt together. From here on the job waits only for its receipts.
--- args: id, attempt, capture_timeout, outputs (packed), last (the event of the last of them as JSON, nil for none)
--- returns 'unknown' | 'stale' | 'cancelled' (requested meanwhile: the outputs are dropped) | 'running' (receipts are awaited) | 'succeeded'
+-- args: id, attempt, capture_timeout, outputs (packed), said (how many events the attempt has emitted), last (the event of the last of
+--       them as JSON, nil for none)
+-- returns 'unknown' | 'stale' | 'cancelled' (requested meanwhile: the outputs are dropped) | 'behind' (a failover has lost events)
+--         | 'running' (receipts are awaited) | 'succeeded'
 local id = args.id
 local job, why = job_of(id, args.attempt)
 if not job then
@@ -12,6 +14,9 @@ if job.state == 'cancelling' then
 end
 if job.generated then
   return job.state
+end
+if tonumber(redis.call('HGET', key('job', id), 'said') or 0) < args.said then
+  return 'behind'
 end
 local deadline = now + args.capture_timeout
 job.generated = now
