@@ -184,9 +184,16 @@ class AppContext:
         return await self.accept(admitted.job, info, admitted.blobs, idempotency, admitted.pinned)
 
     async def accept(
-        self, job: Job, info: ModelInfo, blobs: Mapping[str, bytes], idempotency: tuple[str, str] | None, pinned: Iterable[str] = ()
+        self,
+        job: Job,
+        info: ModelInfo,
+        blobs: Mapping[str, bytes],
+        idempotency: tuple[str, str] | None,
+        pinned: Iterable[str] = (),
+        request: bytes = b"",
     ) -> str:
-        """Commit a valid job to the ledger, which has its message sent; see `submit`. `blobs`, `pinned`: as of `Ledger.submit`."""
+        """Commit a valid job to the ledger, which has its message sent; see `submit`. `blobs`, `pinned`, `request`: as of
+        `Ledger.submit`."""
         check_callback(job.callback, self.settings)
         await self.disks.check(job)
         if self.settings.capture_quota_mib and not (idempotency and await self.ledger.knows_key(idempotency[0])):
@@ -195,7 +202,7 @@ class AppContext:
             job = msgspec.structs.replace(job, trace=parent)
         operators = {spec.tag for spec in info.global_captures}
         request_context.accepting(job.id, self.job_url(job.id))
-        job_id, _ = await self.ledger.submit(job, blobs, idempotency, pinned, operators)
+        job_id, _ = await self.ledger.submit(job, blobs, idempotency, pinned, operators, request)
         crash_point("api.committed")
         request_context.accepted(job_id, self.job_url(job_id))
         logs.bind(job=job_id)

@@ -1,21 +1,26 @@
-"""The route of sweeps: a body is resolved on the model, held against the quota of cells, and accepted as a job like any other."""
+"""The routes of sweeps: a body is resolved on the model, held against the quota of cells, and accepted as a job like any other."""
 
-from litestar import Response, post
+from litestar import Response, get, post
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody
 
 from ...broker.ledger.jobs import new_job_id
-from ...schemas.base import now
+from ...broker.ledger.sweeps import Sweeps
+from ...schemas.base import now, to_json
 from ...schemas.jobs import Job, JobResult, JobView, Sampling
 from ...schemas.keys import Caller
-from ...schemas.sweeps import SweepRequest
+from ...schemas.models import ModelInfo
+from ...schemas.sweep_units import Units
+from ...schemas.sweep_views import PlannedColumn, PlannedPair, SweepPlan, SweepView
+from ...schemas.sweeps import StoredPair, StoredSweep, SweepRequest
 from ..context import AppContext, context_of
 from ..resolve.admission import handled
+from ..resolve.alignment import CLEAN, CORRUPT
 from ..resolve.loras import named_lora
-from ..resolve.sweep_plan import plan_sweep
-from ..web.auth import caller_of
+from ..resolve.sweep_plan import Planned, plan_sweep
+from ..web.auth import caller_of, seen
 from ..web.body import JsonRequest
-from .jobs import SUBMIT_ERRORS, Key, Prefer, answer_submission
+from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, JobId, Key, Prefer, answer_submission
 
 
 async def submit_sweep(context: AppContext, body: SweepRequest, idempotency: tuple[str, str] | None, caller: Caller) -> str:
@@ -24,8 +29,7 @@ async def submit_sweep(context: AppContext, body: SweepRequest, idempotency: tup
     if idempotency and (known := await context.ledger.repeated(idempotency)):
         return known  # counted already
     lora = await named_lora(body.lora, info, context.loras)
-    global_steering = (await context.model_state(info.name, [], caller)).global_steering
-    sweep, blobs = await plan_sweep(body, info, await context.codec(info), context.settings, global_steering)
+    sweep, blobs = await _planned(context, body, info, caller)
     job = Job(
         id=new_job_id(),
         kind="sweep",
@@ -38,7 +42,12 @@ async def submit_sweep(context: AppContext, body: SweepRequest, idempotency: tup
         lora=lora,
         **handled(body, caller),
     )
-    return await context.accept(job, info, blobs, idempotency)
+    return await context.accept(job, info, blobs, idempotency, request=to_json(body))
+
+
+async def _planned(context: AppContext, body: SweepRequest, info: ModelInfo, caller: Caller) -> Planned:
+    global_steering = (await context.model_state(info.name, [], caller)).global_steering
+    return await plan_sweep(body, info, await context.codec(info), context.settings, global_steering)
 
 
 @post(
@@ -54,4 +63,65 @@ async def post_sweep(data: JSONBody[SweepRequest], request: JsonRequest, key: Ke
     return await answer_submission(request, context, job_id, prefer)
 
 
-ROUTES = [post_sweep]
+@post(
+    "/v1/sweeps/plan",
+    status_code=200,
+    summary="Check a sweep without running it",
+    description="Takes a body of `POST /v1/sweeps`; answers its errors, or both prompts' tokens as they would be aligned.",
+    responses=SUBMIT_ERRORS,
+)
+async def post_sweep_plan(data: JSONBody[SweepRequest], request: JsonRequest) -> SweepPlan:
+    context = context_of(request)
+    info = await context.model(data.model)
+    await named_lora(data.lora, info, context.loras)
+    sweep, _ = await _planned(context, data, info, caller_of(request))
+    clean_is_patched = data.ablation is not None or data.direction == "noise"
+    per_column = len(sweep.hooks) * len(sweep.layers)
+    return SweepPlan(
+        model=info.name,
+        hooks=sweep.hooks,
+        layers=sweep.layers,
+        axis=sweep.axis,
+        patched=CLEAN if clean_is_patched else CORRUPT,
+        cells=sweep.num_cells,
+        skipped=sum(not column.places for pair in sweep.pairs for column in pair.columns) * per_column,
+        tokens=Units(sweep).tokens,
+        pairs=[_planned_pair(sweep, pair, clean_is_patched) for pair in sweep.pairs],
+    )
+
+
+def _planned_pair(sweep: StoredSweep, pair: StoredPair, clean_is_patched: bool) -> PlannedPair:
+    clean, corrupt = (pair.base_tokens, pair.source_tokens) if clean_is_patched else (pair.source_tokens, pair.base_tokens)
+    return PlannedPair(
+        clean_tokens=clean,
+        corrupt_tokens=corrupt,
+        columns=[
+            PlannedColumn(
+                label=column.label,
+                positions=[place for place, _ in column.places],
+                sources=[source for _, source in column.places if sweep.ablation is None],
+                reason=column.reason,
+                head=column.head,
+            )
+            for column in pair.columns
+        ],
+        answer_tokens=pair.answer,
+        foil_tokens=pair.foil,
+        notes=pair.notes,
+    )
+
+
+@get(
+    "/v1/sweeps/{job_id:str}",
+    summary="Get a sweep: its job, its request and its grids so far",
+    responses={410: PROBLEM, **ERRORS},
+)
+async def get_sweep(job_id: JobId, request: JsonRequest) -> SweepView:
+    context = context_of(request)
+    view = seen(caller_of(request), await context.ledger.view(job_id))
+    asked, result, last_event = await Sweeps(context.ledger).standing(job_id)
+    await context.ledger.written()
+    return SweepView(job=view, request=asked, result=result, last_event=last_event)
+
+
+ROUTES = [post_sweep, post_sweep_plan, get_sweep]

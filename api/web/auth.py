@@ -50,6 +50,8 @@ SCOPE_OF: dict[str, Scope | None] = {
     "POST /v1/completions": "submit",
     "POST /v1/chat/completions": "submit",
     "POST /v1/sweeps": "submit",
+    "POST /v1/sweeps/plan": "read",
+    "GET /v1/sweeps/{job_id}": "read",
     "POST /v1/harvests": "submit",
     "GET /v1/harvests": "read",
     "GET /v1/harvests/{harvest_id}": "read",

@@ -183,11 +183,13 @@ class Ledger:
         idempotency: tuple[str, str] | None = None,
         pinned: Iterable[str] = (),
         operators: Collection[str] = (),
+        request: bytes = b"",
     ) -> tuple[str, bool]:
         """Accept `job` and its vectors (content hash -> tensor) in one commit; returns its id and whether it is new.
 
         `pinned`: content hashes of tensors of named modules, which are copied for the job. `operators`: tags of captures
-        that its user did not request. `idempotency`: (the client's key, SHA-256 of the body). The job's message is sent when its
+        that its user did not request. `request`: its body as JSON, kept for readers (of a sweep). `idempotency`: (the client's key,
+        SHA-256 of the body). The job's message is sent when its
         turn comes, usually immediately.
         Same key and same body: the first job's id and False. Raises MidstreamError("idempotency_mismatch") for another body,
         and MidstreamError("conflict") if a pinned tensor is gone; rate_limited, too_many_jobs, too_many_cells,
@@ -195,7 +197,7 @@ class Ledger:
         The returned result survives a kill of Redis (`written`).
         """
         raw = {name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()}
-        [packed] = scripts.submit(self.settings, job, raw, pinned, idempotency, operators)
+        [packed] = scripts.submit(self.settings, job, raw, pinned, idempotency, operators, request)
         size = len(packed)
         reply = await self._scripts.submit(args=[packed, await self._pressure.percent(size)])
         outcome, job_id = scripts.text(reply[:2])

@@ -178,9 +178,10 @@ def submit(
     pinned: Iterable[str],
     idempotency: tuple[str, str] | None,
     operators: Collection[str] = (),
+    request: bytes = b"",
 ) -> list[bytes]:
     """Without the last argument: memory usage of Redis, in percent. `pinned`: blobs copied from pinned tensors. `operators`: tags
-    that its user did not request."""
+    that its user did not request. `request`: its body as JSON; empty: it is not kept."""
     tags = stored_tags(job)
     key, body = idempotency or (None, None)
     run = Run(name=job.run, model=job.model, job=job.id, tag=tags[0], created=job.created, lora=use_of(job.lora)) if job.run else None
@@ -212,6 +213,7 @@ def submit(
         priority=job.priority,
         expires=None if job.expires is None else repr(job.expires),
         callback=_callback(job),
+        request=request or None,
         cost=cost_of(job),
         files=bool(set(tags) - set(operators)) or (job.harvest is not None and job.harvest.role == "run"),
         limits=limits_of(settings),

@@ -1,14 +1,15 @@
 """Ledger records of sweep units: receipts arrive by ticket; confirmed units are stored and survive an attempt."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
-from ...schemas.base import to_json, to_msgpack
+from ...schemas.base import from_json, to_json, to_msgpack
+from ...schemas.errors import MidstreamError
 from ...schemas.jobs import Event, Job
 from ...schemas.receipts import Receipt, receipt_decoder
 from ...schemas.settings import Settings
 from ...schemas.sweep_units import Units
-from ...schemas.sweeps import SweepCell, UnitRecord
+from ...schemas.sweeps import SweepCell, SweepRequest, SweepResult, UnitRecord
 from . import scripts
 from .jobs import Ledger, not_found, reachable, unit_decoder
 
@@ -18,10 +19,19 @@ BATCH = 500
 Kept = Literal["kept", "stale", "cancelling"]
 
 
+class Standing(NamedTuple):
+    """A sweep at one moment."""
+
+    request: SweepRequest | None  # None: an older server accepted it
+    result: SweepResult
+    last_event: str  # all that came up to this one is in the result; empty: no event is left
+
+
 class Sweeps:
     """Sweep units in a ledger. Belongs to the ledger's event loop."""
 
     def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._redis: Any = ledger.redis
         self._settings: Settings = ledger.settings
         self._scripts = scripts.Scripts(ledger.redis)
@@ -31,6 +41,17 @@ class Sweeps:
         """Number of the unit → its record, for all finished units."""
         raw = await self._redis.hvals(f"ms:units:{job_id}")
         return {record.unit: record for record in map(unit_decoder.decode, raw)}
+
+    @reachable
+    async def standing(self, job_id: str) -> Standing:
+        """A sweep as it stands. Raises not_found, also for a job that is none; gone after the retention time."""
+        async with self._redis.pipeline(transaction=True) as pipe:  # before the cells are read: what comes later is told again
+            pipe.hget(f"ms:job:{job_id}", "request").xrevrange(f"ms:events:{job_id}", count=1)
+            raw, newest = await pipe.execute()
+        result = (await self._ledger.result(job_id)).sweep
+        if result is None:
+            raise MidstreamError("not_found", f"job {job_id} is not a sweep")
+        return Standing(from_json(raw, SweepRequest) if raw else None, result, newest[0][0].decode() if newest else "")
 
     @reachable
     async def receipts(self, job_id: str, requests: Sequence[int], ranks: int) -> dict[int, list[Receipt]]:

@@ -16,6 +16,7 @@ from midstream.broker.ledger.sweeps import Sweeps
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.jobs import Event, JobResult, State
 from midstream.schemas.sweep_units import Units
+from midstream.schemas.sweep_views import SweepPlan, SweepView
 from midstream.schemas.sweeps import SweepCell, SweepStart, UnitRecord
 from midstream.schemas.tensors import to_numpy
 
@@ -181,6 +182,89 @@ def test_a_queued_sweep_is_cancelled_immediately(api: Api, hand: Hand) -> None:
     job_id = swept(api)
     assert api.http.post(f"/v1/jobs/{job_id}/cancel").json()["state"] == "aborted"
     assert hand.do(hand.ledger.tenants.usage("default")).sweep_cells == 0
+
+
+# --- Planned, and seen while it runs -----------------------------------------------------------------------------------------
+
+
+def test_a_plan_aligns_both_prompts_and_accepts_nothing(api: Api, hand: Hand) -> None:
+    pair = PAIR | {"clean": "hello user world a"}
+    answer = api.http.post("/v1/sweeps/plan", json=BODY | {"pairs": [pair], "hooks": ["resid_pre"]})
+    assert answer.status_code == 200, answer.text
+    plan = from_json(answer.content, SweepPlan)
+    assert (plan.hooks, plan.layers, plan.patched, plan.cells, plan.skipped) == (["pre_attn"], [0, 1, 2, 3], "corrupt", CELLS, 4)
+    assert plan.pairs[0].clean_tokens == ["<bos>", "hello", "user", "world", "a"]
+    assert plan.pairs[0].corrupt_tokens == ["<bos>", "hello", "there", "a"]
+    assert [(column.positions, column.sources) for column in plan.pairs[0].columns] == [([0], [0]), ([1], [1]), ([], []), ([3], [4])]
+    assert "takes its place" in plan.pairs[0].columns[2].reason
+    assert (plan.pairs[0].answer_tokens, plan.pairs[0].foil_tokens) == ([10], [11])
+    assert hand.count_jobs() == 0
+
+
+def test_a_plan_of_the_other_direction_names_each_prompt_as_the_body_does(api: Api, hand: Hand) -> None:
+    pair = PAIR | {"clean": "hello user world a"}
+    plan = from_json(api.http.post("/v1/sweeps/plan", json=BODY | {"pairs": [pair], "direction": "noise"}).content, SweepPlan)
+    assert (plan.patched, plan.pairs[0].clean_tokens[2], plan.pairs[0].corrupt_tokens[2]) == ("clean", "user", "there")
+    assert [(column.positions, column.sources) for column in plan.pairs[0].columns] == [
+        ([0], [0]),
+        ([1], [1]),
+        ([], []),
+        ([], []),
+        ([4], [3]),
+    ]
+
+
+def test_an_ablation_is_planned_without_sources(api: Api, hand: Hand) -> None:
+    pair = {"clean": "hello world a", "answer": " b"}
+    body = {"model": MODEL, "pairs": [pair], "ablation": "zeros", "metric": "logprob"}
+    plan = from_json(api.http.post("/v1/sweeps/plan", json=body).content, SweepPlan)
+    assert (plan.patched, plan.pairs[0].corrupt_tokens) == ("clean", [])
+    assert [(column.positions, column.sources) for column in plan.pairs[0].columns] == [([place], []) for place in range(4)]
+
+
+def test_a_plan_has_the_errors_of_the_submission(api: Api, hand: Hand) -> None:
+    for wrong in ({"pairs": [PAIR | {"answer": "b"}]}, {"hooks": ["x"]}, {"layers": 9}, {"lora": "none"}, {"model": "other"}):
+        planned, sent = (api.http.post(path, json=BODY | wrong) for path in ("/v1/sweeps/plan", "/v1/sweeps"))
+        assert 400 <= planned.status_code == sent.status_code, planned.text
+        assert [planned.json().get(name) for name in ("field", "detail")] == [sent.json().get(name) for name in ("field", "detail")]
+
+
+def test_a_running_sweep_shows_its_request_and_its_cells_so_far(api: Api, hand: Hand) -> None:
+    asked = {**BODY, "hooks": ["resid_pre"], "layers": "0-1"}
+    job_id = str(api.http.post("/v1/sweeps", json=asked).json()["id"])
+    assert cells_of(seen(api, job_id)) == [[None] * 4] * 2, "queued"
+    claim = hand.claim(job_id)
+    assert claim.job.sweep is not None
+    unit = list(Units(claim.job.sweep).cells(0))[1]
+    record = UnitRecord(unit=unit.number, value=0.25, attempt=1)
+    kept = hand.do(Sweeps(hand.ledger).keep(claim.job, claim.attempt, [(record, sweep_cell(claim.job.sweep, unit, record))], 1, 1))
+    assert kept == "kept"
+    view = seen(api, job_id)
+    assert (view.job.state, view.job.cells) == (State.RUNNING, 1)
+    assert view.request is not None
+    assert (view.request.hooks, view.request.layers) == (["resid_pre"], "0-1"), "as it was written"
+    assert cells_of(view) == [[None, 0.25, None, None], [None] * 4]
+    hand.do(hand.ledger.request_cancel(job_id))
+    assert hand.do(hand.ledger.finish_cancel(job_id, claim.attempt))
+    rest = parse(api.http.get(f"/v1/jobs/{job_id}/events", headers={"Last-Event-ID": view.last_event}).text)
+    assert [event["event"] for event in rest] == ["state", "state", "done"], "what came after the view"
+    ended = seen(api, job_id)
+    assert (ended.job.state, cells_of(ended)) == (State.CANCELLED, cells_of(view)), "what was known stays to be seen"
+
+
+def test_only_a_sweep_is_seen_as_one(api: Api, hand: Hand) -> None:
+    assert api.http.get(f"/v1/sweeps/{api.submit()}").status_code == 404
+    assert api.http.get("/v1/sweeps/job_none").status_code == 404
+
+
+def seen(api: Api, job_id: str) -> SweepView:
+    answer = api.http.get(f"/v1/sweeps/{job_id}")
+    assert answer.status_code == 200, answer.text
+    return from_json(answer.content, SweepView)
+
+
+def cells_of(view: SweepView) -> list[list[float | None]]:
+    return view.result.pairs[0].grids["pre_attn"]
 
 
 # --- With a worker -------------------------------------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ BY_JOB = [
     ("DELETE", "/v1/captures/{}"),
     ("GET", "/v1/runs/{}"),
     ("DELETE", "/v1/runs/{}"),
+    ("GET", "/v1/sweeps/{}"),
 ]
 
 

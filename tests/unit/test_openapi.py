@@ -58,6 +58,8 @@ PATHS = {
     "/v1/steering/modules": {"get"},
     "/v1/steering/modules/{name}": {"delete", "get", "put"},
     "/v1/sweeps": {"post"},
+    "/v1/sweeps/plan": {"post"},
+    "/v1/sweeps/{job_id}": {"get"},
     "/v1/tenant": {"get"},
     "/v1/tenants": {"get"},
     "/v1/tenants/{name}": {"get", "put"},

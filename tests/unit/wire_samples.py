@@ -31,7 +31,8 @@ from midstream.schemas.saes import Sae
 from midstream.schemas.source_runs import Run, RunFiles
 from midstream.schemas.specs import RankSpec
 from midstream.schemas.steering import GlobalSteering, Module, Proposal, WorkerSteering
-from midstream.schemas.sweeps import UnitRecord
+from midstream.schemas.sweep_paths import SweepPath
+from midstream.schemas.sweeps import Neurons, SweepRequest, UnitRecord
 from midstream.schemas.tensors import Tensor
 from midstream.schemas.webhooks import DeliveryAttempt
 
@@ -43,7 +44,9 @@ MSGPACK: tuple[Any, ...] = (
     WorkerSteering, Tensor, TokenizerBundle, Key, Tenant, Lora, LensPart, FeaturesPart, ReaderPart, Probe, Sae,
     TunedLens, StoredHarvest, UnitEntry, Plan,
 )  # fmt: skip
-JSON: tuple[Any, ...] = (ModelInfo, WorkerInfo, Event, Problem, Callback, DeliveryAttempt, LoraUse, Out, PartFile, PartManifest)
+JSON: tuple[Any, ...] = (
+    ModelInfo, WorkerInfo, Event, Problem, Callback, DeliveryAttempt, LoraUse, Out, PartFile, PartManifest, SweepRequest,
+)  # fmt: skip
 
 #: Where a value is bound by more than its type.
 CHOSEN: dict[tuple[str, str], Any] = {
@@ -63,6 +66,8 @@ CHOSEN: dict[tuple[str, str], Any] = {
     ("Sampling", "logprobs"): 2,
     ("TokenLogprob", "top"): [],
     ("Event", "data"): {"state": "running", "attempt": 1},
+    ("SweepRequest", "neurons"): Neurons(top=[1, 4]),
+    ("SweepRequest", "path"): SweepPath(receivers="logits"),
     ("StoredHarvest", "source"): HarvestSource(path="corpus", field="body"),
 }
 TEXTS = {"name": "alpha", "tenant": "team", "id": "0123456789ab", "tag": "t", "sha256": "0" * 64}

@@ -2,7 +2,7 @@
 -- args: id, spec (packed), created (text), kind, model, prompts, asked, captures, steers, metadata (JSON), written_by, idem (idempotency
 --       key, or nil), body (its body's sha256), blob_ttl, tags (JSON list of the tags under which captures become files, or nil), modules
 --       (JSON of the named ones), cells (of a sweep), runs (JSON of the source runs that patch it), run (name of the run that
---       it makes, or nil), packed_run, lora (JSON of the adapter's name and digest, or nil), probed (whether probes score it), tenant, priority, expires (text, or nil), callback (JSON, or nil), cost (tokens), files (whether its
+--       it makes, or nil), packed_run, lora (JSON of the adapter's name and digest, or nil), probed (whether probes score it), tenant, priority, expires (text, or nil), callback (JSON, or nil), request (the body as JSON, or nil), cost (tokens), files (whether its
 --       user captures into files), limits (defaults where the tenant has none of its own), blobs: {sha256, bytes, or false to take
 --       the pinned tensor} of each
 -- ARGV[2]: memory usage of Redis, in percent, sampled with the size of the arguments.
@@ -103,6 +103,9 @@ if args.lora then
 end
 if args.callback then
   redis.call('HSET', key('job', id), 'callback', args.callback)
+end
+if args.request then
+  redis.call('HSET', key('job', id), 'request', args.request)
 end
 if args.probed then
   redis.call('HSET', key('job', id), 'probed', '1')
