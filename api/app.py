@@ -21,6 +21,7 @@ from .routes import (
     harvests,
     jobs,
     keys,
+    norms,
     pages,
     probes,
     registered,
@@ -42,7 +43,7 @@ from .web.request_context import awaits_log
 VERSION_HEADER = "x-midstream-version"
 
 ROUTES = [
-    *jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *source_runs.ROUTES, *steering.ROUTES, *registered.ROUTES,
+    *jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *norms.ROUTES, *source_runs.ROUTES, *steering.ROUTES, *registered.ROUTES,
     *probes.ROUTES, *sweeps.ROUTES, *harvests.ROUTES, *webhooks.ROUTES, *keys.ROUTES, *status.ROUTES, *service.ROUTES, *pages.ROUTES,
     *tokens.ROUTES,
 ]  # fmt: skip

@@ -70,6 +70,8 @@ CANCEL_AGAIN_S = 0.2
 QUOTA_SPARE = 16
 #: Time limit for broadcasting a cancellation to workers; otherwise they notice it at their next renewal.
 BROADCAST_S = 5.0
+#: Captures whose rows are read for their norms at the same time; others wait.
+MEASURED_AT_ONCE = 2
 
 
 class AppContext:
@@ -90,6 +92,7 @@ class AppContext:
         self.harvests = Harvests(ledger)
         self._features = FeatureFiles(settings.sae_dir)
         self._reading_features = anyio.CapacityLimiter(1)
+        self.measuring = anyio.CapacityLimiter(MEASURED_AT_ONCE)
         self.watcher = watcher
         self.celery = celery
         self.store = open_store(settings.artifacts)

@@ -142,3 +142,32 @@ class CapturePage(Record):
 
     captures: list[CaptureEntry]
     next: str | None = None  # pass as `?cursor=`
+
+
+class CaptureNorms(Record):
+    """Answer of `GET /v1/captures/{id}/norms`: a number for each layer and row, computed in float32 from the stored rows.
+
+    `norms[l][p]` is the Euclidean norm of the row of `layers[l]` and `positions[p]`; `cosines[l][p]` its cosine to the module's vector.
+    Null where there is no finite number: the row is zero, or not finite, or its norm overflows float32.
+    """
+
+    job: str
+    model: str
+    request: int
+    tag: str
+    hook: str
+    at: str
+    dtype: str  # of the stored rows
+    width: int  # elements of a row
+    hooks: list[str]  # that were captured
+    requests: list[int]  # prompts with rows under this tag
+    prompt_tokens: int
+    rows: int  # positions that were captured, of which `positions` lists a part
+    start: int  # place of the first listed position among them
+    positions: list[int]
+    token_ids: list[int]
+    tokens: list[str] | None  # how each reads; null: the model is no longer served
+    layers: list[int]
+    norms: list[list[float | None]]
+    module: str | None = None
+    cosines: list[list[float | None] | None] | None = None  # null for a layer of which the module has no vector

@@ -90,16 +90,24 @@ class Joined:
 
 def _side_by_side(part: Sequence[tuple[OpenBlob, TensorPlace]]) -> Iterator[bytes]:
     """Rows of which several ranks stored columns, some rows at a time."""
-    count = part[0][1].shape[0]
-    widths = [tensor.length // count if count else 0 for _, tensor in part]
+    yield from (block.tobytes() for block in blocks(part, 0, part[0][1].shape[0]))
+
+
+def blocks(part: Sequence[tuple[OpenBlob, TensorPlace]], first: int, count: int) -> Iterator[np.ndarray]:
+    """The bytes of the rows `[first, first + count)` of one tensor, some rows at a time: uint8 `[rows, bytes of a row]`, C-contiguous.
+
+    Raises OSError, EOFError.
+    """
+    total = part[0][1].shape[0]
+    widths = [tensor.length // total if total else 0 for _, tensor in part]
     step = max(1, CHUNK // max(1, sum(widths)))
-    for first in range(0, count, step):
-        rows = min(step, count - first)
+    for at in range(first, first + count, step):
+        rows = min(step, first + count - at)
         read = [
-            np.frombuffer(b"".join(blob.read(tensor.start + first * width, rows * width)), np.uint8).reshape(rows, width)
+            np.frombuffer(b"".join(blob.read(tensor.start + at * width, rows * width)), np.uint8).reshape(rows, width)
             for (blob, tensor), width in zip(part, widths, strict=True)
         ]
-        yield np.concatenate(read, axis=1).tobytes()
+        yield np.concatenate(read, axis=1)
 
 
 def join(blobs: Sequence[OpenBlob], sites: dict[str, list[int]]) -> Joined:

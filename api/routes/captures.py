@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
+import anyio
 import anyio.to_thread
 from litestar import Response, delete, get
 from litestar.openapi.datastructures import ResponseSpec
@@ -42,41 +43,45 @@ def _sees(caller: Caller, owner: str | None) -> bool:
     return owner is not None and caller.sees(owner)
 
 
-async def _captured(context: AppContext, caller: Caller, job_id: str) -> CaptureResults:
-    """What the job's receipts say. Raises `not_found` when nothing was to be captured, `gone` when it was deleted."""
+async def captured(context: AppContext, caller: Caller, job_id: str) -> tuple[str, CaptureResults]:
+    """The job's model, and what its receipts say. Raises `not_found` when nothing was to be captured, `gone` when it was deleted."""
     captures = Captures(context.ledger)
     if not _sees(caller, await context.patiently(lambda: captures.owner(job_id))):
         raise not_found(job_id)
     await context.patiently(lambda: captures.check(job_id))
-    results = (await result_of(context, job_id)).capture_results
-    if results.status == "not_requested":
+    result = await result_of(context, job_id)
+    if result.capture_results.status == "not_requested":
         raise MidstreamError("not_found", f"job {job_id} has no capture")
-    return results
+    return result.model, result.capture_results
 
 
-def _tag(entry: FileEntry) -> str:
+def tag_of(entry: FileEntry) -> str:
     return entry.path.partition("/")[0]
 
 
 def _name(entry: FileEntry) -> str:
     """Name of the blob within its job, independent of its file: `mine.p0003.pp0.safetensors`."""
     site = [f".{hook}.{layer}" for hook, layers in entry.sites.items() for layer in layers] if entry.layout == "per_file" else []
-    return f"{_tag(entry)}.p{entry.request:04d}.pp{entry.pp}{''.join(site)}.safetensors"
+    return f"{tag_of(entry)}.p{entry.request:04d}.pp{entry.pp}{''.join(site)}.safetensors"
 
 
-async def _read(
-    context: AppContext, job_id: str, entries: Sequence[FileEntry], read: Callable[[AppContext, str, Sequence[FileEntry]], T]
+async def reading(
+    context: AppContext,
+    job_id: str,
+    entries: Sequence[FileEntry],
+    read: Callable[[AppContext, str, Sequence[FileEntry]], T],
+    limiter: anyio.CapacityLimiter | None = None,
 ) -> T:
     """What `read` finds on the disk, in a thread. Raises what it raises; `gone` when the captures were deleted meanwhile."""
     try:
-        return await anyio.to_thread.run_sync(read, context, job_id, entries)
+        return await anyio.to_thread.run_sync(read, context, job_id, entries, limiter=limiter)
     except MidstreamError as error:
         if error.kind == "capture_damaged":  # blobs that were deleted from a segment read as zeros
             await context.patiently(lambda: Captures(context.ledger).check(job_id))
         raise
 
 
-def _open(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> list[packed.OpenBlob]:
+def opened(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> list[packed.OpenBlob]:
     checksums = [entry.crc32 for entry in entries]
     return packed.open_blobs(context.store, job_id, list(zip(_places(context, job_id, entries), checksums, strict=True)))
 
@@ -147,8 +152,8 @@ async def list_captures(
 @get("/v1/captures/{job_id:str}", summary="Get a job's capture manifest", responses=CAPTURE_ERRORS)
 async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     context = context_of(request)
-    results = await _captured(context, caller_of(request), job_id)
-    files, caveats, lora = await _read(context, job_id, results.files, _described)
+    _, results = await captured(context, caller_of(request), job_id)
+    files, caveats, lora = await reading(context, job_id, results.files, _described)
     return CaptureManifest(
         job=job_id,
         status=results.status,
@@ -191,10 +196,11 @@ async def get_file(
     known: Known = None,
 ) -> Response[Any]:
     context = context_of(request)
-    entries = [entry for entry in (await _captured(context, caller_of(request), job_id)).files if _name(entry) == name]
+    _, results = await captured(context, caller_of(request), job_id)
+    entries = [entry for entry in results.files if _name(entry) == name]
     if not entries:
         raise MidstreamError("not_found", f"job {job_id} has no file {name!r}")
-    return _known(entries[0], known) or _whole(entries[0], *await _read(context, job_id, entries[:1], _open))
+    return _known(entries[0], known) or _whole(entries[0], *await reading(context, job_id, entries[:1], opened))
 
 
 def _etag(entry: FileEntry) -> str:
@@ -234,11 +240,11 @@ async def get_safetensors(
     known: Known = None,
 ) -> Response[Any]:
     context = context_of(request)
-    results = await _captured(context, caller_of(request), job_id)
+    _, results = await captured(context, caller_of(request), job_id)
     wanted = None if layers is None else parse_layers(layers)
     entries = [entry for entry in results.files if entry.request == prompt]
-    chosen_tag = tag or (_tag(entries[0]) if entries else "")
-    entries = sorted((entry for entry in entries if _tag(entry) == chosen_tag), key=lambda entry: entry.pp)
+    chosen_tag = tag or (tag_of(entries[0]) if entries else "")
+    entries = sorted((entry for entry in entries if tag_of(entry) == chosen_tag), key=lambda entry: entry.pp)
     pending = MidstreamError("conflict", f"prompt {prompt} is not durable yet", allowed=f"GET /v1/jobs/{job_id}?wait=30")
     if not entries:
         if results.status == "pending":
@@ -246,7 +252,7 @@ async def get_safetensors(
         if tag is not None and any(entry.request == prompt for entry in results.files):
             raise MidstreamError("not_found", f"job {job_id} has no capture under the tag {tag!r}", field="tag")
         raise MidstreamError("not_found", f"job {job_id} has no capture files of prompt {prompt}", field="request")
-    blobs = await _read(context, job_id, entries, _open)
+    blobs = await reading(context, job_id, entries, opened)
     sites = _chosen(blobs[0].header.manifest.all_sites, wanted, None if hook is None else ALIASES.get(hook, hook))
     if len(entries) == 1 and sites == entries[0].sites:
         return _known(entries[0], known) or _whole(entries[0], blobs[0])

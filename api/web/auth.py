@@ -65,6 +65,7 @@ SCOPE_OF: dict[str, Scope | None] = {
     "DELETE /v1/captures/{job_id}": "submit",
     "GET /v1/captures/{job_id}/files/{name}": "read",
     "GET /v1/captures/{job_id}/safetensors": "read",
+    "GET /v1/captures/{job_id}/norms": "read",
     "GET /v1/runs": "read",
     "GET /v1/runs/{name}": "read",
     "DELETE /v1/runs/{name}": "submit",

@@ -115,6 +115,9 @@ def test_captures_come_back_by_link_through_the_api_and_from_the_bucket(
     proxy.fault("503", "X-Amz-Signature")
     check(client.capture(job, tmp_path / "fallback"), requests=2)
     check(CaptureReader(bucket.uri, job), requests=2)
+    found = httpx.get(f"{stack.url}/v1/captures/{job}/norms", params={"request": 1}).json()
+    rows = residual_rows(found["layers"][-1], np.array(found["positions"]), np.array(found["token_ids"]))
+    np.testing.assert_array_equal(np.array(found["norms"][-1], np.float32), np.linalg.norm(rows, axis=1))
     shown = CliRunner().invoke(main.app, ["capture", "verify", bucket.uri, "--job", job])
     assert shown.exit_code == 0, shown.output
     assert not list(stack.directory.rglob("*.safetensors")), "nothing of it is on a disk"

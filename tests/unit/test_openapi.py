@@ -26,6 +26,7 @@ PATHS = {
     "/v1/captures/{job_id}": {"delete", "get"},
     "/v1/captures/{job_id}/files/{name}": {"get"},
     "/v1/captures/{job_id}/safetensors": {"get"},
+    "/v1/captures/{job_id}/norms": {"get"},
     "/v1/chat/completions": {"post"},
     "/v1/completions": {"post"},
     "/v1/harvests": {"get", "post"},
