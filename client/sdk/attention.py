@@ -1,7 +1,5 @@
-"""Attention patterns of a prompt in one call, of both clients: a job that captures queries and keys, and what follows from them."""
+"""Attention patterns of a prompt in one call: a job that captures queries and keys, and what follows from them."""
 
-import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +13,8 @@ from ...schemas.tensors import from_numpy
 from ..captures.attention import mixed
 from ..captures.patterns import Attention, attention_of
 from ..captures.reader import CaptureReader
-from .wire import JobLike
+from .calls import call
+from .captures import CaptureCalls
 
 
 def capture_fields(prompt: str | Sequence[int], layers: LayerSelector, fields: dict[str, Any]) -> dict[str, Any]:
@@ -76,16 +75,10 @@ def patched_fields(prompt: str | Sequence[int], patches: list[PatchSpec], fields
     return {**fields, "prompts": prompts, **patched}
 
 
-class AttentionCalls(ABC):
-    """Of the blocking client."""
-
-    @abstractmethod
-    def run(self, *, timeout: float | None = None, progress: bool = True, **fields: Any) -> JobResult: ...
-    @abstractmethod
-    def capture(self, job_id: JobLike) -> CaptureReader: ...
-
-    def attention(
-        self, prompt: str | Sequence[int], *, layers: LayerSelector = "all", heads: LayerSelector | None = None, **fields: Any
+class AttentionCalls(CaptureCalls):
+    @call
+    async def attention(
+        self, /, prompt: str | Sequence[int], *, layers: LayerSelector = "all", heads: LayerSelector | None = None, **fields: Any
     ) -> Attention:
         """What each token of a prompt attends to: patterns `[heads, query, key]` of `layers`.
 
@@ -93,10 +86,11 @@ class AttentionCalls(ABC):
         or `lora`; edits at `q` and `k` are in the patterns. The job's capture stays on the server, see `Attention.job`.
         Raises what the job raises, and what `CaptureReader.attention` raises.
         """
-        with self.capture(self.run(**({"progress": False} | capture_fields(prompt, layers, fields)))) as reader:
-            return attention_of(reader, layers, heads)
+        with await self.capture(await self.run(**({"progress": False} | capture_fields(prompt, layers, fields)))) as reader:
+            return await self._io.work(attention_of, reader, layers, heads)
 
-    def patch_attention(self, prompt: str | Sequence[int], patterns: Patterns, **fields: Any) -> JobResult:
+    @call
+    async def patch_attention(self, /, prompt: str | Sequence[int], patterns: Patterns, **fields: Any) -> JobResult:
         """Run a prompt in which some heads attend as `patterns` say: z ← A′·v, with the prompt's own values, layer after layer.
 
         `patterns`: (layer, head) → `[query, key]` over the tokens of the prompt, where no query attends to a key behind it; rows
@@ -104,30 +98,6 @@ class AttentionCalls(ABC):
         `sampling`; probes may not steer. Takes a request for each layer, which captures its values behind the patches below, and the
         job itself. Raises what `attention_patches` and the jobs raise.
         """
-        patches: list[PatchSpec] = []
-        for layer, wanted in by_layer(patterns, fields).items():
-            with self.capture(self.run(**({"progress": False} | values_fields(prompt, layer, patches, fields)))) as reader:
-                patches = [*patches, *attention_patches(reader, wanted)]
-        return self.run(**patched_fields(prompt, patches, fields))
-
-
-class AsyncAttentionCalls(ABC):
-    """Of the client that awaits."""
-
-    @abstractmethod
-    async def run(self, *, timeout: float | None = None, progress: bool = True, **fields: Any) -> JobResult: ...
-    @abstractmethod
-    async def capture(self, job_id: JobLike) -> CaptureReader: ...
-
-    async def attention(
-        self, prompt: str | Sequence[int], *, layers: LayerSelector = "all", heads: LayerSelector | None = None, **fields: Any
-    ) -> Attention:
-        """As `AttentionCalls.attention`."""
-        with await self.capture(await self.run(**({"progress": False} | capture_fields(prompt, layers, fields)))) as reader:
-            return await asyncio.to_thread(attention_of, reader, layers, heads)
-
-    async def patch_attention(self, prompt: str | Sequence[int], patterns: Patterns, **fields: Any) -> JobResult:
-        """As `AttentionCalls.patch_attention`."""
         patches: list[PatchSpec] = []
         for layer, wanted in by_layer(patterns, fields).items():
             with await self.capture(await self.run(**({"progress": False} | values_fields(prompt, layer, patches, fields)))) as reader:

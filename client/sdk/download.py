@@ -83,24 +83,47 @@ def from_link(folder: Path, job_id: str, file: ManifestFile) -> Path | None:
         return None
 
 
-def save(folder: Path, job_id: str, file: ManifestFile, chunks: Iterable[bytes]) -> Path:
-    """Write a downloaded file and a manifest for `verify`; raises MidstreamError when size or CRC32 are not as promised.
+class Saved:
+    """Writes a downloaded file, chunk by chunk, and a manifest for `verify`; nothing stays of one that is not as promised.
 
-    Only names of capture files are accepted, so a server cannot write outside `folder`.
+    Only names of capture files are accepted, so a server cannot write outside `folder`. Raises MidstreamError for others, and when it
+    is left with another size or CRC32 than the server named.
     """
-    if not FILE_NAME.fullmatch(file.name):
-        raise MidstreamError("capture_failed", f"the server names a file {file.name!r}, which is not a capture file's name")
-    path = folder / file.name
-    partial = path.with_name(f".{file.name}.part")
-    size = crc = 0
-    with partial.open("wb") as handle:
+
+    def __init__(self, folder: Path, job_id: str, file: ManifestFile):
+        if not FILE_NAME.fullmatch(file.name):
+            raise MidstreamError("capture_failed", f"the server names a file {file.name!r}, which is not a capture file's name")
+        self.path = folder / file.name
+        self._partial = self.path.with_name(f".{file.name}.part")
+        self._job, self._file = job_id, file
+        self._size = self._crc = 0
+
+    def __enter__(self) -> "Saved":
+        self._handle = self._partial.open("wb")
+        return self
+
+    def write(self, chunk: bytes) -> None:
+        self._handle.write(chunk)
+        self._size, self._crc = self._size + len(chunk), zlib_ng.crc32(chunk, self._crc)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._handle.close()
+        file, found = self._file, (self._size, self._crc)
+        if kind is not None or found != (file.bytes, file.crc32):
+            self._partial.unlink()
+        if kind is not None:
+            return
+        if found != (file.bytes, file.crc32):
+            arrived, wanted = (f"{size} bytes with CRC32 {crc:08x}" for size, crc in (found, (file.bytes, file.crc32)))
+            raise MidstreamError("capture_damaged", f"{file.name} of job {self._job} arrived as {arrived}, not {wanted}")
+        described = {"job": self._job, "file": file.name, "bytes": self._size, "crc32": self._crc}
+        self.path.with_suffix(".json").write_text(json.dumps(described))
+        self._partial.rename(self.path)
+
+
+def save(folder: Path, job_id: str, file: ManifestFile, chunks: Iterable[bytes]) -> Path:
+    """Write a whole download; raises as `Saved`."""
+    with Saved(folder, job_id, file) as saved:
         for chunk in chunks:
-            handle.write(chunk)
-            size, crc = size + len(chunk), zlib_ng.crc32(chunk, crc)
-    if (size, crc) != (file.bytes, file.crc32):
-        partial.unlink()
-        wanted = f"{file.bytes} bytes with CRC32 {file.crc32:08x}"
-        raise MidstreamError("capture_damaged", f"{file.name} of job {job_id} arrived as {size} bytes with CRC32 {crc:08x}, not {wanted}")
-    path.with_suffix(".json").write_text(json.dumps({"job": job_id, "file": file.name, "bytes": size, "crc32": crc}))
-    partial.rename(path)
-    return path
+            saved.write(chunk)
+    return saved.path

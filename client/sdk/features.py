@@ -1,6 +1,5 @@
-"""Features of sparse autoencoders, of both clients: the calls, and their answer."""
+"""Features of sparse autoencoders: the calls, and their answer."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,9 @@ from ...schemas.errors import MidstreamError
 from ...schemas.jobs import JobResult
 from ...schemas.readings import FeaturesReading
 from . import wire
-from .readings import Positions, given, one_prompt, words
+from .calls import call
+from .jobs import JobCalls
+from .readings import Positions, one_prompt, words
 from .tokens import _detokenize
 
 
@@ -56,7 +57,7 @@ def _fields(
 ) -> dict[str, Any]:
     """Of the job."""
     most = saes if isinstance(saes, Mapping) else dict.fromkeys([saes] if isinstance(saes, str) else saes, TOP_K)
-    asked = [given(sae=sae, positions=positions, top_k=top_k, at=at) for sae, top_k in most.items()]
+    asked = [wire.given(sae=sae, positions=positions, top_k=top_k, at=at) for sae, top_k in most.items()]
     return {"features": asked, **one_prompt(prompt, max_tokens, sampling)}
 
 
@@ -72,21 +73,16 @@ def _found(result: JobResult, texts: httpx.Response) -> dict[str, Features]:
     return {reading.sae: Features(result.id, reading, found) for reading in result.features or []}
 
 
-class FeatureCalls(ABC):
-    """Of the blocking client."""
-
-    @abstractmethod
-    def _send(self, call: wire.Call) -> httpx.Response: ...
-
-    @abstractmethod
-    def run(self, request: Any = None, *, timeout: float | None = None, progress: bool = True, **fields: Any) -> JobResult: ...
-
-    def features(self, prompt: Any, sae: str, *, top_k: int = TOP_K, **options: Any) -> Features:
+class FeatureCalls(JobCalls):
+    @call
+    async def features(self, /, prompt: Any, sae: str, *, top_k: int = TOP_K, **options: Any) -> Features:
         """The `top_k` most active features of the autoencoder `sae`. `options`: as of `features_of`."""
-        return self.features_of(prompt, {sae: top_k}, **options)[sae]
+        return (await self.features_of(prompt, {sae: top_k}, **options))[sae]
 
-    def features_of(
+    @call
+    async def features_of(
         self,
+        /,
         prompt: Any,
         saes: Saes,
         *,
@@ -102,35 +98,6 @@ class FeatureCalls(ABC):
         `prompt`: text, token ids, or a conversation. `at`: after edits of the same place by default. `fields`: of the job: `model`,
         `steering`, …
         """
-        fields |= _fields(prompt, saes, positions, at, max_tokens, sampling)
-        result = self.run(timeout=timeout, progress=False, **fields)
-        return _found(result, self._send(_detokenize(result.model, _tokens(result))))
-
-
-class AsyncFeatureCalls(ABC):
-    """Of the client that awaits: as `FeatureCalls`."""
-
-    @abstractmethod
-    async def _send(self, call: wire.Call) -> httpx.Response: ...
-
-    @abstractmethod
-    async def run(self, request: Any = None, *, timeout: float | None = None, progress: bool = True, **fields: Any) -> JobResult: ...
-
-    async def features(self, prompt: Any, sae: str, *, top_k: int = TOP_K, **options: Any) -> Features:
-        return (await self.features_of(prompt, {sae: top_k}, **options))[sae]
-
-    async def features_of(
-        self,
-        prompt: Any,
-        saes: Saes,
-        *,
-        positions: Positions = "all_prompt",
-        at: str | None = None,
-        max_tokens: int = 1,
-        timeout: float | None = None,
-        sampling: Mapping[str, Any] | None = None,
-        **fields: Any,
-    ) -> dict[str, Features]:
         fields |= _fields(prompt, saes, positions, at, max_tokens, sampling)
         result = await self.run(timeout=timeout, progress=False, **fields)
         return _found(result, await self._send(_detokenize(result.model, _tokens(result))))

@@ -1,19 +1,15 @@
-"""Calls on harvests, of both clients: submit, follow, pause, resume, cancel, delete."""
+"""Calls on harvests: submit, follow, pause, resume, cancel, delete."""
 
-import asyncio
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
-import httpx
-
 from ...schemas.errors import MidstreamError
 from ...schemas.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
 from .. import values
-from . import jobs as calls
 from . import wire
+from .calls import Calls, call
 from .wire import Call
 
 _HARVESTS = "/v1/harvests"
@@ -46,85 +42,32 @@ def _ended(view: HarvestView) -> HarvestView:
     return view
 
 
-class HarvestCalls(ABC):
-    """Of the blocking client."""
-
-    @abstractmethod
-    def _send(self, call: Call) -> httpx.Response: ...
-    @abstractmethod
-    def _send_patiently(self, call: Call) -> httpx.Response: ...
-
-    def submit_harvest(self, request: HarvestRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> HarvestView:
+class HarvestCalls(Calls):
+    @call
+    async def submit_harvest(
+        self, /, request: HarvestRequest | None = None, *, idempotency_key: str | None = None, **fields: Any
+    ) -> HarvestView:
         """Submit a harvest, by struct or by its fields (`model=…, source={…}, layers=[…]`); returns at once. Safe to repeat."""
-        return wire.decode(self._send_patiently(_submission(request, idempotency_key, fields)), HarvestView)
+        return await self._ask_patiently(_submission(request, idempotency_key, fields), HarvestView)
 
-    def harvest(self, harvest: HarvestLike) -> HarvestView:
+    @call
+    async def harvest(self, harvest: HarvestLike) -> HarvestView:
         """Its state and counts. Raises `not_found`."""
-        return wire.decode(self._send(Call("GET", _path(harvest))), HarvestView)
+        return await self._ask(Call("GET", _path(harvest)), HarvestView)
 
-    def harvests(self, *, limit: int | None = None) -> HarvestPage:
+    @call
+    async def harvests(self, *, limit: int | None = None) -> HarvestPage:
         """The newest."""
-        return wire.decode(self._send(_page(limit)), HarvestPage)
+        return await self._ask(_page(limit), HarvestPage)
 
-    def wait_harvest(self, harvest: HarvestLike, progress: Progress | None = None, timeout: float | None = None) -> HarvestView:
+    @call
+    async def wait_harvest(self, harvest: HarvestLike, progress: Progress | None = None, timeout: float | None = None) -> HarvestView:
         """The harvest once it has succeeded; `midstream.harvest.open(view.uri)` reads it. `progress` is called with every look.
 
         Raises what went wrong of one that failed, `conflict` of one that was cancelled, TimeoutError after `timeout` seconds.
         Survives an API restart.
         """
-        deadline, patience = None if timeout is None else time.monotonic() + timeout, calls.Patience()
-        while True:
-            try:
-                view = self.harvest(harvest)
-                patience.ok()
-                if progress is not None:
-                    progress(view)
-                if view.state in OVER:
-                    return _ended(view)
-            except MidstreamError as error:
-                patience.check(error)
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"the harvest has not ended after {timeout} s")
-            time.sleep(LOOK_S)
-
-    def pause_harvest(self, harvest: HarvestLike) -> HarvestView:
-        """Stop computing; what is done stays. Raises `conflict` for one that has ended."""
-        return wire.decode(self._send(Call("POST", _path(harvest, "pause"))), HarvestView)
-
-    def resume_harvest(self, harvest: HarvestLike) -> HarvestView:
-        """Go on with what is not done. Raises `conflict` for one that has ended."""
-        return wire.decode(self._send(Call("POST", _path(harvest, "resume"))), HarvestView)
-
-    def cancel_harvest(self, harvest: HarvestLike) -> HarvestView:
-        """End it for good. Raises `conflict` for one that has ended."""
-        return wire.decode(self._send(Call("POST", _path(harvest, "cancel"))), HarvestView)
-
-    def delete_harvest(self, harvest: HarvestLike) -> None:
-        """Delete its files and its record. Raises `conflict` for one that has not ended."""
-        wire.raise_problem(self._send(Call("DELETE", _path(harvest))))
-
-
-class AsyncHarvestCalls(ABC):
-    """Of the awaiting client: the same, as coroutines; `progress` is called, not awaited."""
-
-    @abstractmethod
-    async def _send(self, call: Call) -> httpx.Response: ...
-    @abstractmethod
-    async def _send_patiently(self, call: Call) -> httpx.Response: ...
-
-    async def submit_harvest(
-        self, request: HarvestRequest | None = None, *, idempotency_key: str | None = None, **fields: Any
-    ) -> HarvestView:
-        return wire.decode(await self._send_patiently(_submission(request, idempotency_key, fields)), HarvestView)
-
-    async def harvest(self, harvest: HarvestLike) -> HarvestView:
-        return wire.decode(await self._send(Call("GET", _path(harvest))), HarvestView)
-
-    async def harvests(self, *, limit: int | None = None) -> HarvestPage:
-        return wire.decode(await self._send(_page(limit)), HarvestPage)
-
-    async def wait_harvest(self, harvest: HarvestLike, progress: Progress | None = None, timeout: float | None = None) -> HarvestView:
-        deadline, patience = None if timeout is None else time.monotonic() + timeout, calls.Patience()
+        deadline, patience = None if timeout is None else time.monotonic() + timeout, wire.Patience()
         while True:
             try:
                 view = await self.harvest(harvest)
@@ -137,16 +80,24 @@ class AsyncHarvestCalls(ABC):
                 patience.check(error)
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"the harvest has not ended after {timeout} s")
-            await asyncio.sleep(LOOK_S)
+            await self._io.sleep(LOOK_S)
 
+    @call
     async def pause_harvest(self, harvest: HarvestLike) -> HarvestView:
-        return wire.decode(await self._send(Call("POST", _path(harvest, "pause"))), HarvestView)
+        """Stop computing; what is done stays. Raises `conflict` for one that has ended."""
+        return await self._ask(Call("POST", _path(harvest, "pause")), HarvestView)
 
+    @call
     async def resume_harvest(self, harvest: HarvestLike) -> HarvestView:
-        return wire.decode(await self._send(Call("POST", _path(harvest, "resume"))), HarvestView)
+        """Go on with what is not done. Raises `conflict` for one that has ended."""
+        return await self._ask(Call("POST", _path(harvest, "resume")), HarvestView)
 
+    @call
     async def cancel_harvest(self, harvest: HarvestLike) -> HarvestView:
-        return wire.decode(await self._send(Call("POST", _path(harvest, "cancel"))), HarvestView)
+        """End it for good. Raises `conflict` for one that has ended."""
+        return await self._ask(Call("POST", _path(harvest, "cancel")), HarvestView)
 
+    @call
     async def delete_harvest(self, harvest: HarvestLike) -> None:
-        wire.raise_problem(await self._send(Call("DELETE", _path(harvest))))
+        """Delete its files and its record. Raises `conflict` for one that has not ended."""
+        await self._do(Call("DELETE", _path(harvest)))

@@ -1,55 +1,198 @@
-"""HTTP requests of the calls on jobs and captures, and retries while the server does not answer."""
+"""Calls on jobs: submit, follow, wait, results, and OpenAI-style completions."""
 
 import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, nullcontext
 from typing import Any
 
 import httpx
 
 from ...schemas.errors import MidstreamError
-from ...schemas.jobs import JobRequest
-from .wire import PATIENCE_S, Call, JobLike, idempotency_key, job_path, job_request
+from ...schemas.jobs import Event, JobPage, JobRequest, JobResult, JobView
+from ...schemas.openai import ChatRequest, CompletionRequest
+from ..images import with_images
+from . import wire
+from .calls import Calls, call, stream
+from .progress import prompts_bar
+from .wire import Answer, Call, Capture, JobLike, Patch, Steering
 
 
-def submission(request: JobRequest | None, key: str | None, fields: dict[str, Any]) -> Call:
-    headers = {"idempotency-key": key or idempotency_key(), "prefer": "respond-async"}
-    return Call("POST", "/v1/jobs", body=job_request(request, fields), headers=headers)
+def _submission(request: JobRequest | None, key: str | None, fields: dict[str, Any]) -> Call:
+    headers = {"idempotency-key": key or wire.idempotency_key(), "prefer": "respond-async"}
+    return Call("POST", "/v1/jobs", body=wire.job_request(request, fields), headers=headers)
 
 
-def page_of_jobs(state: str | None, model: str | None, limit: int | None, cursor: str | None) -> Call:
-    given = {"state": state, "model": model, "limit": limit, "cursor": cursor}
-    return Call("GET", "/v1/jobs", params={name: value for name, value in given.items() if value is not None})
-
-
-def page_of_captures(tag: str | None, limit: int | None, cursor: str | None) -> Call:
-    given = {"tag": tag, "limit": limit, "cursor": cursor}
-    return Call("GET", "/v1/captures", params={name: value for name, value in given.items() if value is not None})
-
-
-def poll(job_id: JobLike, version: str, seconds: float) -> Call:
+def _poll(job_id: JobLike, version: str, seconds: float) -> Call:
     headers = {"if-none-match": version} if version else {}
-    return Call("GET", job_path(job_id), params={"wait": round(seconds, 3)}, headers=headers, timeout=seconds + 30)
+    return Call("GET", wire.job_path(job_id), params={"wait": round(seconds, 3)}, headers=headers, timeout=seconds + 30)
 
 
-def events_stream(job_id: JobLike, after: str) -> dict[str, Any]:
+def _events_stream(job_id: JobLike, after: str) -> dict[str, Any]:
     headers = {"accept": "text/event-stream", **({"last-event-id": after} if after else {})}
     # The server sends a comment every 15 s: silence for longer means that the connection is dead.
-    return {"method": "GET", "url": job_path(job_id, "events"), "headers": headers, "timeout": httpx.Timeout(10.0, read=45.0)}
+    return {"method": "GET", "url": wire.job_path(job_id, "events"), "headers": headers, "timeout": httpx.Timeout(10.0, read=45.0)}
 
 
-class Patience:
-    """Decides, after a failed poll, whether to try again; an API that restarts is waited for, one that is gone is not."""
+class JobCalls(Calls):
+    @call
+    async def submit(self, /, request: JobRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
+        """Submit a job, by struct or by its fields (`model=…, prompts=[…], capture={…}, steering=[…], patch=[…]`); returns at once.
 
-    def __init__(self, seconds: float = PATIENCE_S):
-        self._seconds = seconds
-        self._since: float | None = None
+        Safe to retry: a unique key makes a repeated submission return the same job. `model` may be omitted while one is served.
+        """
+        try:
+            call = _submission(request, idempotency_key, fields)
+        except MidstreamError as error:
+            if request is not None or "model" in fields or error.field != "model":
+                raise
+            call = _submission(None, idempotency_key, {"model": wire.only_model(await self.models()), **fields})
+        return await self._ask_patiently(call, JobView)
 
-    def ok(self) -> None:
-        self._since = None
+    @call
+    async def job(self, job_id: JobLike) -> JobView:
+        """Its state, without waiting. Raises `not_found`."""
+        return await self._ask(Call("GET", wire.job_path(job_id)), JobView)
 
-    def check(self, error: MidstreamError) -> None:
-        """Raises `error` when it is not of the passing kind, or has lasted too long."""
-        if error.kind != "unavailable":
-            raise error
-        self._since = self._since or time.monotonic()
-        if time.monotonic() - self._since > self._seconds:
-            raise error from None
+    @call
+    async def jobs(
+        self, *, state: str | None = None, model: str | None = None, limit: int | None = None, cursor: str | None = None
+    ) -> JobPage:
+        """One page of jobs, newest first; `next` of the page is the next `cursor`."""
+        return await self._ask(Call("GET", "/v1/jobs", params=wire.given(state=state, model=model, limit=limit, cursor=cursor)), JobPage)
+
+    @call
+    async def wait(self, job_id: JobLike, timeout: float | None = None) -> JobView:
+        """The job once it is over, however it ended. Raises TimeoutError after `timeout` seconds; survives an API restart."""
+        job_id, deadline = wire.id_of(job_id), None if timeout is None else time.monotonic() + timeout
+        etag, state, patience = "", "queued", wire.Patience()
+        while True:
+            left = wire.POLL_S if deadline is None else min(wire.POLL_S, deadline - time.monotonic())
+            if left <= 0:
+                raise TimeoutError(f"job {job_id} is still {state} after {timeout} s")
+            try:
+                response = await self._send(_poll(job_id, etag, left))
+                if response.status_code != 304:
+                    view = wire.decode(response, JobView)
+                    if wire.is_over(view):
+                        return view
+                    etag, state = response.headers.get("etag", ""), view.state
+                patience.ok()
+            except MidstreamError as error:
+                patience.check(error)
+                await self._io.sleep(wire.PAUSE_S)
+
+    @call
+    async def result(self, job_id: JobLike) -> JobResult:
+        """The result of a job that succeeded; raises what went wrong of one that failed, `conflict` of one not over yet."""
+        return await self._ask(Call("GET", wire.job_path(job_id, "result")), JobResult)
+
+    @call
+    async def run(
+        self, /, request: JobRequest | None = None, *, timeout: float | None = None, progress: bool = True, **fields: Any
+    ) -> JobResult:
+        """Submit, wait, and return the result: every requested capture is durable then.
+
+        On a terminal and in a notebook a bar counts the prompts, once the job has run for a second; `progress=False` leaves it out.
+        """
+        view = await self.submit(request, **fields)
+        with prompts_bar(view.prompts) if progress else nullcontext() as show:
+            async with nullcontext() if show is None else self._io.beside(self._follow(view.id, show)):
+                await self.wait(view.id, timeout)
+        return await self.result(view.id)
+
+    async def _follow(self, job_id: str, show: Callable[[Event], None]) -> None:
+        """Passes events to a progress bar."""
+        async for event in self.events(job_id):
+            show(event)
+
+    @stream
+    async def events(self, job_id: JobLike, after: str = "") -> AsyncIterator[Event]:
+        """The job's events until it is over; after a lost connection it resumes behind the last one seen."""
+        parser, patience = wire.EventParser(after), wire.Patience()
+        while True:
+            try:
+                async with self._io.stream(**_events_stream(job_id, parser.last_id)) as streamed:
+                    if streamed.response.status_code >= 400:
+                        wire.raise_problem(await streamed.read())
+                    if streamed.response.status_code == 204:  # over, and nothing more to tell
+                        return
+                    async with aclosing(streamed.lines()) as lines:
+                        async for line in lines:
+                            patience.ok()
+                            event = parser.feed(line)
+                            if event is not None:
+                                yield event
+                                if event.event == "done":
+                                    return
+            except httpx.TransportError as error:
+                patience.check(wire.unreachable(self._io.url, error))
+            except MidstreamError as error:
+                patience.check(error)
+            await self._io.sleep(wire.PAUSE_S)
+
+    @call
+    async def cancel(self, job_id: JobLike) -> JobView:
+        """Ask for cancellation; raises `conflict` when the job is over."""
+        return await self._ask(Call("POST", wire.job_path(job_id, "cancel")), JobView)
+
+    @call
+    async def models(self) -> list[str]:
+        """Names of the models that are served."""
+        return [entry["id"] for entry in (await self._ask(Call("GET", "/v1/models"), dict[str, Any]))["data"]]
+
+    @call
+    async def ready(self) -> bool:
+        """Whether a live worker serves a model. An unreachable server counts as not ready and raises nothing."""
+        try:
+            return (await self._send(Call("GET", "/readyz", timeout=5.0))).status_code == 200
+        except MidstreamError:
+            return False
+
+    @call
+    async def completion(
+        self,
+        /,
+        model: str,
+        prompt: str | list[str] | list[int] | list[list[int]],
+        *,
+        steering: Steering | Sequence[Steering] = (),
+        patch: Patch | Sequence[Patch] = (),
+        capture: Capture | None = None,
+        capture_wait: bool = False,
+        **openai: Any,
+    ) -> Answer:
+        """`POST /v1/completions` with OpenAI's fields (`max_tokens`, `temperature`, …) and ours."""
+        ours = {"steering": steering, "patch": patch, "capture": capture, "capture_wait": capture_wait}
+        body = wire.openai_body(CompletionRequest, {"model": model, "prompt": prompt, **openai, **ours})
+        return await self._held("/v1/completions", body)
+
+    @call
+    async def chat(
+        self,
+        /,
+        model: str,
+        messages: Sequence[dict[str, Any]],
+        *,
+        images: Sequence[Any] = (),
+        steering: Steering | Sequence[Steering] = (),
+        patch: Patch | Sequence[Patch] = (),
+        capture: Capture | None = None,
+        capture_wait: bool = False,
+        **openai: Any,
+    ) -> Answer:
+        """`POST /v1/chat/completions` with OpenAI's fields and ours.
+
+        `images`: paths of PNG or JPEG files, their bytes, or images of Pillow; they come before the text of the last user message.
+        """
+        ours = {"steering": steering, "patch": patch, "capture": capture, "capture_wait": capture_wait}
+        body = wire.openai_body(ChatRequest, {"model": model, "messages": with_images(messages, images), **openai, **ours})
+        return await self._held("/v1/chat/completions", body)
+
+    async def _held(self, path: str, body: dict[str, Any]) -> Answer:
+        """The answer to a request that the server holds; of the job that it became where that took longer than the server holds it."""
+        response = await self._send(Call("POST", path, body=body, timeout=wire.HELD_S))
+        if response.status_code != 202:
+            return wire.answer(response)
+        view = wire.decode(response, JobView)
+        await self.wait(view.id)
+        return wire.answer_from_result(await self.result(view.id))

@@ -1,6 +1,5 @@
 """The logit lens of the clients: one call, and its answer as arrays."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,9 @@ from ...schemas.jobs import JobResult
 from ...schemas.readings import LensReading
 from .. import notebook
 from . import wire
-from .readings import Positions, given, one_prompt, words
+from .calls import call
+from .jobs import JobCalls
+from .readings import Positions, one_prompt, words
 from .tokens import _detokenize
 
 
@@ -93,17 +94,11 @@ def _found(result: JobResult, texts: httpx.Response) -> Lens:
     return lens_of((result.lens or [])[0], result.id, words(_tokens(result), texts))
 
 
-class LensCalls(ABC):
-    """Of the blocking client."""
-
-    @abstractmethod
-    def _send(self, call: wire.Call) -> httpx.Response: ...
-
-    @abstractmethod
-    def run(self, request: Any = None, *, timeout: float | None = None, progress: bool = True, **fields: Any) -> JobResult: ...
-
-    def lens(
+class LensCalls(JobCalls):
+    @call
+    async def lens(
         self,
+        /,
         prompt: Any,
         *,
         layers: Any = "all",
@@ -124,36 +119,6 @@ class LensCalls(ABC):
         `hook`: post_block by default. `tuned`: the name of a tuned lens, whose maps rows go through first. `at`: after edits of the same
         place by default. `fields`: of the job: `model`, `steering`, …
         """
-        spec = given(layers=layers, positions=positions, top_k=top_k, tokens=tokens, hook=hook, tuned=tuned, at=at)
-        result = self.run(timeout=timeout, progress=False, **fields | _fields(prompt, spec, max_tokens, sampling))
-        return _found(result, self._send(_detokenize(result.model, _tokens(result))))
-
-
-class AsyncLensCalls(ABC):
-    """Of the client that awaits: as `LensCalls`."""
-
-    @abstractmethod
-    async def _send(self, call: wire.Call) -> httpx.Response: ...
-
-    @abstractmethod
-    async def run(self, request: Any = None, *, timeout: float | None = None, progress: bool = True, **fields: Any) -> JobResult: ...
-
-    async def lens(
-        self,
-        prompt: Any,
-        *,
-        layers: Any = "all",
-        positions: Positions = "all_prompt",
-        top_k: int = 5,
-        tokens: Sequence[int | str] = (),
-        hook: str | None = None,
-        tuned: str | None = None,
-        at: str | None = None,
-        max_tokens: int = 1,
-        timeout: float | None = None,
-        sampling: Mapping[str, Any] | None = None,
-        **fields: Any,
-    ) -> Lens:
-        spec = given(layers=layers, positions=positions, top_k=top_k, tokens=tokens, hook=hook, tuned=tuned, at=at)
+        spec = wire.given(layers=layers, positions=positions, top_k=top_k, tokens=tokens, hook=hook, tuned=tuned, at=at)
         result = await self.run(timeout=timeout, progress=False, **fields | _fields(prompt, spec, max_tokens, sampling))
         return _found(result, await self._send(_detokenize(result.model, _tokens(result))))

@@ -8,9 +8,12 @@ from typing import Any
 
 from ...schemas.harvests import HarvestView
 from ...schemas.jobs import Event
-from ...schemas.sweeps import SweepCell, SweepStart
+from ...schemas.sweeps import SweepCell, SweepStart, SweepSummary
 from ..notebook import in_notebook
-from .sweeps import Progress, SweepEvent
+
+#: An event that only sweeps have.
+SweepEvent = SweepStart | SweepCell | SweepSummary
+Progress = Callable[[SweepEvent], None]
 
 #: A job that is over sooner shows no bar.
 DELAY_S = 1.0

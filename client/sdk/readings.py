@@ -18,11 +18,6 @@ def one_prompt(prompt: Any, max_tokens: int, sampling: Mapping[str, Any] | None)
     return {("messages" if chat else "prompts"): [prompt], "sampling": {"max_tokens": max_tokens, **(sampling or {})}}
 
 
-def given(**spec: Any) -> dict[str, Any]:
-    """Those that are not None."""
-    return {name: value for name, value in spec.items() if value is not None}
-
-
 def words(tokens: Iterable[int], texts: httpx.Response) -> dict[int, str]:
     """Token id → its text. `texts`: the answer to `_detokenize` of the same tokens."""
     return dict(zip(tokens, wire.decode(texts, Detokenized).token_strs, strict=True))

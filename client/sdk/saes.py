@@ -1,12 +1,9 @@
-"""Calls on sparse autoencoders, of both clients."""
-
-from abc import ABC, abstractmethod
-
-import httpx
+"""Calls on sparse autoencoders."""
 
 from ...schemas.limits import PathName
 from ...schemas.saes import Sae, SaePage, SaeRequest
 from . import wire
+from .calls import Calls, call
 from .wire import Call, of_model
 
 _SAES = "/v1/saes"
@@ -24,48 +21,30 @@ def _about(method: str, name: str, model: str | None) -> Call:
     return Call(method, f"{_SAES}/{wire.checked(name, PathName, 'name')}", params=of_model(model))
 
 
-class SaeCalls(ABC):
-    """Of the blocking client. `model` may be left out where one is served."""
+class SaeCalls(Calls):
+    """`model` may be left out where one is served."""
 
-    @abstractmethod
-    def _send(self, call: Call) -> httpx.Response: ...
-
-    def register_sae(
+    @call
+    async def register_sae(
         self, name: str, path: str, hook: str | None = None, layer: int | None = None, model: str | None = None, description: str = ""
     ) -> Sae:
         """Give the sparse autoencoder in this folder below the server's `sae_dir` a name: requests say `"sae": name`.
 
         `hook` and `layer`: only for files that do not name them (Gemma Scope's). A name that is taken is replaced (`replaced`).
         """
-        return wire.decode(self._send(_register(name, path, hook, layer, model, description)), Sae)
+        return await self._ask(_register(name, path, hook, layer, model, description), Sae)
 
-    def saes(self, model: str | None = None) -> list[Sae]:
-        return wire.decode(self._send(Call("GET", _SAES, params=of_model(model))), SaePage).saes
-
-    def sae(self, name: str, model: str | None = None) -> Sae:
-        return wire.decode(self._send(_about("GET", name, model)), Sae)
-
-    def unregister_sae(self, name: str, model: str | None = None) -> None:
-        """Forget the name. Requests that were accepted with it keep the autoencoder."""
-        wire.raise_problem(self._send(_about("DELETE", name, model)))
-
-
-class AsyncSaeCalls(ABC):
-    """Of the awaiting client: the same, as coroutines."""
-
-    @abstractmethod
-    async def _send(self, call: Call) -> httpx.Response: ...
-
-    async def register_sae(
-        self, name: str, path: str, hook: str | None = None, layer: int | None = None, model: str | None = None, description: str = ""
-    ) -> Sae:
-        return wire.decode(await self._send(_register(name, path, hook, layer, model, description)), Sae)
-
+    @call
     async def saes(self, model: str | None = None) -> list[Sae]:
-        return wire.decode(await self._send(Call("GET", _SAES, params=of_model(model))), SaePage).saes
+        """The sparse autoencoders of a model."""
+        return (await self._ask(Call("GET", _SAES, params=of_model(model)), SaePage)).saes
 
+    @call
     async def sae(self, name: str, model: str | None = None) -> Sae:
-        return wire.decode(await self._send(_about("GET", name, model)), Sae)
+        """One sparse autoencoder. Raises `not_found`."""
+        return await self._ask(_about("GET", name, model), Sae)
 
+    @call
     async def unregister_sae(self, name: str, model: str | None = None) -> None:
-        wire.raise_problem(await self._send(_about("DELETE", name, model)))
+        """Forget the name. Requests that were accepted with it keep the autoencoder."""
+        await self._do(_about("DELETE", name, model))

@@ -1,15 +1,13 @@
-"""Calls on modules, global steering and rank agreement, of both clients.
+"""Calls on modules, global steering and rank agreement.
 
 Steering is given as a list of entries or as one, as a mapping from site to array (`{"post_block.12": vector}`), or as a safetensors
 file: `schemas.module_files` says how both name their tensors.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import httpx
 import numpy as np
 
 from ...schemas.errors import invalid
@@ -18,6 +16,7 @@ from ...schemas.specs import SteeringSpec
 from ...schemas.steering import Dynamic, GlobalRequest, GlobalView, ModulePage, ModuleRequest, ModuleView
 from ..values import packed
 from . import wire
+from .calls import Calls, call
 from .wire import Call, Steering, of_model
 
 #: What a module or global steering may be given as.
@@ -60,75 +59,52 @@ def _about(method: str, path: str, model: str | None) -> Call:
     return Call(method, path, params=of_model(model), timeout=CHANGE_S)
 
 
-class SteeringCalls(ABC):
-    """Of the blocking client. `model` may be left out where one is served.
+class SteeringCalls(Calls):
+    """`model` may be left out where one is served.
 
     Changes to modules and global steering apply to later requests: running ones keep
     what they began with.
     """
 
-    @abstractmethod
-    def _send(self, call: Call) -> httpx.Response: ...
-
-    def register_module(self, name: str, steering: Wanted, model: str | None = None, description: str = "") -> ModuleView:
+    @call
+    async def register_module(self, name: str, steering: Wanted, model: str | None = None, description: str = "") -> ModuleView:
         """Give steering a name: requests say `{"module": name, "scale": 2}`. A name that is taken is replaced (`replaced`)."""
-        return wire.decode(self._send(_register(name, steering, model, description)), ModuleView)
+        return await self._ask(_register(name, steering, model, description), ModuleView)
 
-    def modules(self, model: str | None = None) -> list[ModuleView]:
-        return wire.decode(self._send(_about("GET", _MODULES, model)), ModulePage).modules
+    @call
+    async def modules(self, model: str | None = None) -> list[ModuleView]:
+        """The modules of a model."""
+        return (await self._ask(_about("GET", _MODULES, model), ModulePage)).modules
 
-    def module(self, name: str, model: str | None = None) -> ModuleView:
-        return wire.decode(self._send(_module("GET", name, model)), ModuleView)
+    @call
+    async def module(self, name: str, model: str | None = None) -> ModuleView:
+        """One module, with its entries. Raises `not_found`."""
+        return await self._ask(_module("GET", name, model), ModuleView)
 
-    def unregister_module(self, name: str, model: str | None = None) -> None:
+    @call
+    async def unregister_module(self, name: str, model: str | None = None) -> None:
         """Forget the name. Requests that were accepted with it keep what it was."""
-        wire.raise_problem(self._send(_module("DELETE", name, model)))
+        await self._do(_module("DELETE", name, model))
 
-    def set_global(self, steering: Wanted, model: str | None = None) -> GlobalView:
+    @call
+    async def set_global(self, steering: Wanted, model: str | None = None) -> GlobalView:
         """Steer every request to the model that begins from now on; instead of what was set before.
 
         Raises when a rank of any worker refuses it, with worker, rank and reason; nothing has changed anywhere then.
         """
-        return wire.decode(self._send(_set(steering, model)), GlobalView)
+        return await self._ask(_set(steering, model), GlobalView)
 
-    def clear_global(self, model: str | None = None) -> GlobalView:
-        return wire.decode(self._send(_about("DELETE", _GLOBAL, model)), GlobalView)
-
-    def global_steering(self, model: str | None = None) -> GlobalView:
-        """Global steering, and whether every worker has applied it."""
-        return wire.decode(self._send(_about("GET", _GLOBAL, model)), GlobalView)
-
-    def dynamic(self, model: str | None = None) -> Dynamic:
-        """What each rank of each worker says of itself now, and whether they agree."""
-        return wire.decode(self._send(_about("GET", _DYNAMIC, model)), Dynamic)
-
-
-class AsyncSteeringCalls(ABC):
-    """Of the awaiting client: the same, as coroutines."""
-
-    @abstractmethod
-    async def _send(self, call: Call) -> httpx.Response: ...
-
-    async def register_module(self, name: str, steering: Wanted, model: str | None = None, description: str = "") -> ModuleView:
-        return wire.decode(await self._send(_register(name, steering, model, description)), ModuleView)
-
-    async def modules(self, model: str | None = None) -> list[ModuleView]:
-        return wire.decode(await self._send(_about("GET", _MODULES, model)), ModulePage).modules
-
-    async def module(self, name: str, model: str | None = None) -> ModuleView:
-        return wire.decode(await self._send(_module("GET", name, model)), ModuleView)
-
-    async def unregister_module(self, name: str, model: str | None = None) -> None:
-        wire.raise_problem(await self._send(_module("DELETE", name, model)))
-
-    async def set_global(self, steering: Wanted, model: str | None = None) -> GlobalView:
-        return wire.decode(await self._send(_set(steering, model)), GlobalView)
-
+    @call
     async def clear_global(self, model: str | None = None) -> GlobalView:
-        return wire.decode(await self._send(_about("DELETE", _GLOBAL, model)), GlobalView)
+        """End global steering, for requests that begin from now on. Raises as `set_global`."""
+        return await self._ask(_about("DELETE", _GLOBAL, model), GlobalView)
 
+    @call
     async def global_steering(self, model: str | None = None) -> GlobalView:
-        return wire.decode(await self._send(_about("GET", _GLOBAL, model)), GlobalView)
+        """Global steering, and whether every worker has applied it."""
+        return await self._ask(_about("GET", _GLOBAL, model), GlobalView)
 
+    @call
     async def dynamic(self, model: str | None = None) -> Dynamic:
-        return wire.decode(await self._send(_about("GET", _DYNAMIC, model)), Dynamic)
+        """What each rank of each worker says of itself now, and whether they agree."""
+        return await self._ask(_about("GET", _DYNAMIC, model), Dynamic)

@@ -1,14 +1,13 @@
-"""Calls on sweeps, of both clients: submit, follow cell by cell, get the grid.
+"""Calls on sweeps: submit, follow cell by cell, get the grid.
 
 A sweep is a job: `job`, `wait`, `cancel` and `events` of the clients hold for it, too.
 """
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
-import httpx
 import msgspec
 
 from ...schemas.errors import MidstreamError
@@ -16,11 +15,11 @@ from ...schemas.jobs import Event, JobResult, JobView
 from ...schemas.sweeps import Metric, SweepCell, SweepPair, SweepRequest, SweepResult, SweepStart, SweepSummary
 from .. import values
 from . import wire
+from .calls import call, stream
+from .jobs import JobCalls
+from .progress import Progress as Progress
+from .progress import SweepEvent as SweepEvent
 from .wire import Call, JobLike
-
-#: An event that only sweeps have.
-SweepEvent = SweepStart | SweepCell | SweepSummary
-Progress = Callable[[SweepEvent], None]
 
 _KINDS: dict[str, type[SweepStart] | type[SweepCell] | type[SweepSummary]] = {
     "start": SweepStart, "cell": SweepCell, "summary": SweepSummary,
@@ -71,81 +70,30 @@ def _stopped(interrupt: BaseException, job_id: JobLike, error: MidstreamError | 
     interrupt.add_note(f"{sweep} was cancelled" if error is None else f"{sweep} could not be cancelled: {error}")
 
 
-class SweepCalls(ABC):
-    """Of the blocking client."""
-
-    @abstractmethod
-    def _send_patiently(self, call: Call) -> httpx.Response: ...
-    @abstractmethod
-    def events(self, job_id: JobLike, after: str = "") -> Iterator[Event]: ...
-    @abstractmethod
-    def wait(self, job_id: JobLike, timeout: float | None = None) -> JobView: ...
-    @abstractmethod
-    def result(self, job_id: JobLike) -> JobResult: ...
-    @abstractmethod
-    def cancel(self, job_id: JobLike) -> JobView: ...
-
-    def submit_sweep(self, request: SweepRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
+class SweepCalls(JobCalls):
+    @call
+    async def submit_sweep(self, /, request: SweepRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
         """Submit a sweep, by struct or by its fields (`model=…, pairs=[…], hooks=[…]`); returns at once. Safe to repeat."""
-        return wire.decode(self._send_patiently(_submission(request, idempotency_key, fields)), JobView)
+        return await self._ask_patiently(_submission(request, idempotency_key, fields), JobView)
 
-    def sweep(self, request: SweepRequest | None = None, *, progress: Progress | None = None, **fields: Any) -> SweepResult:
+    @call
+    async def sweep(self, /, request: SweepRequest | None = None, *, progress: Progress | None = None, **fields: Any) -> SweepResult:
         """Submit a sweep, wait, and return its grids. `progress` is called with every event; interrupting the wait cancels the sweep."""
-        return self.sweep_result(self.submit_sweep(request, **fields).id, progress, cancel=True)
+        return await self.sweep_result((await self.submit_sweep(request, **fields)).id, progress, cancel=True)
 
-    def sweep_result(self, job_id: JobLike, progress: Progress | None = None, *, cancel: bool = False) -> SweepResult:
+    @call
+    async def sweep_result(self, job_id: JobLike, progress: Progress | None = None, *, cancel: bool = False) -> SweepResult:
         """The grids of a sweep once it is over; raises what went wrong of one that failed, `not_found` of another job.
 
         `cancel`: who interrupts the wait cancels the sweep.
         """
         try:
             if progress is not None:
-                for each in self.sweep_events(job_id):
-                    progress(each)
-            self.wait(job_id)
-            return _grid(self.result(job_id))
-        except KeyboardInterrupt as interrupt:
-            if cancel:
-                try:
-                    self.cancel(job_id)
-                    _stopped(interrupt, job_id, None)
-                except MidstreamError as error:
-                    _stopped(interrupt, job_id, error)
-            raise
-
-    def sweep_events(self, job_id: JobLike, after: str = "") -> Iterator[SweepEvent]:
-        """The events of a sweep, from its beginning (or behind the event `after`) to its end; outlives lost connections."""
-        return (each for event in self.events(job_id, after) if (each := sweep_event(event)) is not None)
-
-
-class AsyncSweepCalls(ABC):
-    """Of the awaiting client: the same, as coroutines; `progress` is called, not awaited."""
-
-    @abstractmethod
-    async def _send_patiently(self, call: Call) -> httpx.Response: ...
-    @abstractmethod
-    def events(self, job_id: JobLike, after: str = "") -> AsyncIterator[Event]: ...
-    @abstractmethod
-    async def wait(self, job_id: JobLike, timeout: float | None = None) -> JobView: ...
-    @abstractmethod
-    async def result(self, job_id: JobLike) -> JobResult: ...
-    @abstractmethod
-    async def cancel(self, job_id: JobLike) -> JobView: ...
-
-    async def submit_sweep(self, request: SweepRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
-        return wire.decode(await self._send_patiently(_submission(request, idempotency_key, fields)), JobView)
-
-    async def sweep(self, request: SweepRequest | None = None, *, progress: Progress | None = None, **fields: Any) -> SweepResult:
-        return await self.sweep_result((await self.submit_sweep(request, **fields)).id, progress, cancel=True)
-
-    async def sweep_result(self, job_id: JobLike, progress: Progress | None = None, *, cancel: bool = False) -> SweepResult:
-        try:
-            if progress is not None:
                 async for each in self.sweep_events(job_id):
                     progress(each)
             await self.wait(job_id)
             return _grid(await self.result(job_id))
-        except asyncio.CancelledError as interrupt:
+        except (KeyboardInterrupt, asyncio.CancelledError) as interrupt:
             if cancel:
                 try:
                     await self.cancel(job_id)
@@ -154,8 +102,11 @@ class AsyncSweepCalls(ABC):
                     _stopped(interrupt, job_id, error)
             raise
 
+    @stream
     async def sweep_events(self, job_id: JobLike, after: str = "") -> AsyncIterator[SweepEvent]:
-        async for event in self.events(job_id, after):
-            each = sweep_event(event)
-            if each is not None:
-                yield each
+        """The events of a sweep, from its beginning (or behind the event `after`) to its end; outlives lost connections."""
+        async with aclosing(self.events(job_id, after)) as events:
+            async for event in events:
+                each = sweep_event(event)
+                if each is not None:
+                    yield each

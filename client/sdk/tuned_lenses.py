@@ -1,12 +1,9 @@
-"""Calls on tuned lenses, of both clients."""
-
-from abc import ABC, abstractmethod
-
-import httpx
+"""Calls on tuned lenses."""
 
 from ...schemas.lens import TunedLens, TunedLensPage, TunedLensRequest
 from ...schemas.limits import PathName
 from . import wire
+from .calls import Calls, call
 from .wire import Call, of_model
 
 _LENSES = "/v1/lenses"
@@ -24,48 +21,30 @@ def _about(method: str, name: str, model: str | None) -> Call:
     return Call(method, f"{_LENSES}/{wire.checked(name, PathName, 'name')}", params=of_model(model))
 
 
-class TunedLensCalls(ABC):
-    """Of the blocking client. `model` may be left out where one is served."""
+class TunedLensCalls(Calls):
+    """`model` may be left out where one is served."""
 
-    @abstractmethod
-    def _send(self, call: Call) -> httpx.Response: ...
-
-    def register_lens(
+    @call
+    async def register_lens(
         self, name: str, path: str, hook: str = "post_block", residual: bool = False, model: str | None = None, description: str = ""
     ) -> TunedLens:
         """Give the tuned lens in this folder below the server's `lens_dir` a name: requests say `"tuned": name`.
 
         `hook`: whose rows its maps take. `residual`: h + W h + b instead of W h + b. A name that is taken is replaced (`replaced`).
         """
-        return wire.decode(self._send(_register(name, path, hook, residual, model, description)), TunedLens)
+        return await self._ask(_register(name, path, hook, residual, model, description), TunedLens)
 
-    def tuned_lenses(self, model: str | None = None) -> list[TunedLens]:
-        return wire.decode(self._send(Call("GET", _LENSES, params=of_model(model))), TunedLensPage).lenses
-
-    def tuned_lens(self, name: str, model: str | None = None) -> TunedLens:
-        return wire.decode(self._send(_about("GET", name, model)), TunedLens)
-
-    def unregister_lens(self, name: str, model: str | None = None) -> None:
-        """Forget the name. Requests that were accepted with it keep the tuned lens."""
-        wire.raise_problem(self._send(_about("DELETE", name, model)))
-
-
-class AsyncTunedLensCalls(ABC):
-    """Of the awaiting client: the same, as coroutines."""
-
-    @abstractmethod
-    async def _send(self, call: Call) -> httpx.Response: ...
-
-    async def register_lens(
-        self, name: str, path: str, hook: str = "post_block", residual: bool = False, model: str | None = None, description: str = ""
-    ) -> TunedLens:
-        return wire.decode(await self._send(_register(name, path, hook, residual, model, description)), TunedLens)
-
+    @call
     async def tuned_lenses(self, model: str | None = None) -> list[TunedLens]:
-        return wire.decode(await self._send(Call("GET", _LENSES, params=of_model(model))), TunedLensPage).lenses
+        """The tuned lenses of a model."""
+        return (await self._ask(Call("GET", _LENSES, params=of_model(model)), TunedLensPage)).lenses
 
+    @call
     async def tuned_lens(self, name: str, model: str | None = None) -> TunedLens:
-        return wire.decode(await self._send(_about("GET", name, model)), TunedLens)
+        """One tuned lens. Raises `not_found`."""
+        return await self._ask(_about("GET", name, model), TunedLens)
 
+    @call
     async def unregister_lens(self, name: str, model: str | None = None) -> None:
-        wire.raise_problem(await self._send(_about("DELETE", name, model)))
+        """Forget the name. Requests that were accepted with it keep the tuned lens."""
+        await self._do(_about("DELETE", name, model))

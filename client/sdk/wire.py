@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -196,6 +197,11 @@ def of_model(model: str | None) -> dict[str, str | int | float]:
     return {} if model is None else {"model": model}
 
 
+def given(**values: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def job_path(job: JobLike, *parts: str) -> str:
     """`/v1/jobs/<id>/<parts>`, with whatever a user takes for an id kept inside its segment."""
     return "/".join(["/v1/jobs", quote(id_of(job), safe=""), *parts])
@@ -352,3 +358,22 @@ def only_model(served: list[str]) -> str:
             "model", "no model is served" if not served else "is required: several models are served", allowed=", ".join(served) or None
         )
     return served[0]
+
+
+class Patience:
+    """Decides, after a failed poll, whether to try again; an API that restarts is waited for, one that is gone is not."""
+
+    def __init__(self, seconds: float = PATIENCE_S):
+        self._seconds = seconds
+        self._since: float | None = None
+
+    def ok(self) -> None:
+        self._since = None
+
+    def check(self, error: MidstreamError) -> None:
+        """Raises `error` when it is not of the passing kind, or has lasted too long."""
+        if error.kind != "unavailable":
+            raise error
+        self._since = self._since or time.monotonic()
+        if time.monotonic() - self._since > self._seconds:
+            raise error from None

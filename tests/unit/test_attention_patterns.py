@@ -18,7 +18,9 @@ from midstream.client.cli.main import main
 from midstream.client.notebook import rendered
 from midstream.client.render import attention as show
 from midstream.client.render import attention_figure, figures
-from midstream.client.sdk.attention import AsyncAttentionCalls, AttentionCalls, attention_patches, by_layer, capture_fields, values_fields
+from midstream.client.sdk.attention import AttentionCalls, attention_patches, by_layer, capture_fields, values_fields
+from midstream.client.sdk.calls import Blocking
+from midstream.client.sdk.transport import AwaitingTransport, BlockingTransport, Transport
 from midstream.schemas.attention import AttentionKind
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.images import ImageSpan
@@ -270,38 +272,29 @@ def test_patched_patterns_are_of_heads_there_are_and_of_values_that_stay() -> No
     }  # fmt: skip
 
 
-class _Calls:
+class _Awaiting(AttentionCalls):
     """A client without a server: notes the jobs that it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: Transport) -> None:
+        self._io = transport
         self.jobs: list[dict[str, Any]] = []
 
-    def note(self, **fields: Any) -> Any:
+    async def run(self, **fields: Any) -> Any:  # type: ignore[override]
         self.jobs.append(fields)
         return f"job_{len(self.jobs)}"
 
-    def opened(self) -> Any:
+    async def capture(self, job_id: Any) -> Any:  # type: ignore[override]
         return reader(hooks=tuple(self.jobs[-1]["capture"]["hooks"]))
 
 
-class _Blocking(_Calls, AttentionCalls):
-    def run(self, **fields: Any) -> Any:  # type: ignore[override]
-        return self.note(**fields)
-
-    def capture(self, job_id: Any) -> Any:
-        return self.opened()
-
-
-class _Awaiting(_Calls, AsyncAttentionCalls):
-    async def run(self, **fields: Any) -> Any:  # type: ignore[override]
-        return self.note(**fields)
-
-    async def capture(self, job_id: Any) -> Any:
-        return self.opened()
+class _Blocking(Blocking, AttentionCalls):
+    def __init__(self) -> None:
+        self._awaited = _Awaiting(BlockingTransport("http://127.0.0.1:1", {}))
+        self.jobs = self._awaited.jobs
 
 
 def test_both_clients_submit_the_same_jobs_and_give_the_same_patterns() -> None:
-    blocking, awaiting = _Blocking(), _Awaiting()
+    blocking, awaiting = _Blocking(), _Awaiting(AwaitingTransport("http://127.0.0.1:1", {}))
     wanted = {(1, 2): np.eye(len(TOKENS)), (0, 2): np.eye(len(TOKENS))}
     own = {"layers": 0, "positions": "all_prompt", "hook": "attn_out", "source": {"zeros": True}}
 

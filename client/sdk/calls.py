@@ -1,0 +1,136 @@
+"""Calls that are written once, as coroutines, for both clients.
+
+`AsyncClient` awaits them. `Client` runs each to its end without an event loop: over the blocking transport no call ever suspends.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from functools import wraps
+from inspect import signature
+from types import GenericAlias, MethodType
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, get_args, overload
+
+import httpx
+
+from ...schemas.errors import MidstreamError
+from . import wire
+from .transport import Transport
+from .wire import Call
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: For how long a call that is safe to repeat is repeated while the server does not answer.
+REPEAT_S = 5.0
+
+
+def finish(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine over the blocking transport returns, or raises."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return cast(T, done.value)
+    error = RuntimeError("a call of the blocking client suspended: its transport must not")
+    coroutine.throw(error)
+    raise error
+
+
+def iterate(items: AsyncGenerator[T, None]) -> Iterator[T]:
+    """The items of an asynchronous generator over the blocking transport; closed with this iterator."""
+    try:
+        while True:
+            try:
+                item = finish(anext(items))
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        finish(items.aclose())
+
+
+class Blocking:
+    """Base of the client whose calls block. `_awaited`: the same calls as coroutines, over the blocking transport."""
+
+    _awaited: Any
+
+
+class call(Generic[P, T]):
+    """A method that is written as a coroutine: on a `Blocking` client it returns its result, elsewhere a coroutine."""
+
+    def __init__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]):
+        @wraps(function)
+        def blocking(client: Any, /, *args: P.args, **options: P.kwargs) -> T:
+            return finish(function(client._awaited, *args, **options))
+
+        self._awaiting, self._blocking = function, blocking
+        self.__doc__ = function.__doc__
+
+    @overload
+    def __get__(self, client: None, kind: type[Blocking]) -> Callable[Concatenate[Any, P], T]: ...
+    @overload
+    def __get__(self, client: Blocking, kind: type[Any]) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, client: object, kind: type[Any]) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    def __get__(self, client: object, kind: type[Any]) -> Any:
+        return _bound(client, self._blocking if issubclass(kind, Blocking) else self._awaiting)
+
+
+class stream(Generic[P, T]):
+    """A method that is written as an asynchronous generator: on a `Blocking` client it returns an iterator of the same items."""
+
+    def __init__(self, function: Callable[Concatenate[Any, P], AsyncIterator[T]]):
+        @wraps(function)
+        def blocking(client: Any, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
+            return iterate(cast(AsyncGenerator[T, None], function(client._awaited, *args, **options)))
+
+        asked = signature(function)
+        (kind,) = get_args(asked.return_annotation)
+        vars(blocking)["__signature__"] = asked.replace(return_annotation=GenericAlias(Iterator, kind))
+        self._awaiting, self._blocking = function, blocking
+        self.__doc__ = function.__doc__
+
+    @overload
+    def __get__(self, client: None, kind: type[Blocking]) -> Callable[Concatenate[Any, P], Iterator[T]]: ...
+    @overload
+    def __get__(self, client: Blocking, kind: type[Any]) -> Callable[P, Iterator[T]]: ...
+    @overload
+    def __get__(self, client: object, kind: type[Any]) -> Callable[P, AsyncGenerator[T, None]]: ...
+    def __get__(self, client: object, kind: type[Any]) -> Any:
+        return _bound(client, self._blocking if issubclass(kind, Blocking) else self._awaiting)
+
+
+def _bound(client: object, function: Any) -> Any:
+    return function if client is None else MethodType(function, client)
+
+
+class Calls:
+    """Base of each group of calls: how they reach the server."""
+
+    _io: Transport
+
+    async def _send(self, call: Call) -> httpx.Response:
+        """The response, whatever its status. Raises ServerUnreachable."""
+        try:
+            return await self._io.send(call)
+        except httpx.TransportError as error:
+            raise wire.unreachable(self._io.url, error) from None
+
+    async def _ask(self, call: Call, kind: type[T]) -> T:
+        """The body of a good response as `kind`; raises what `wire.decode` does."""
+        return wire.decode(await self._send(call), kind)
+
+    async def _do(self, call: Call) -> None:
+        """For a call whose response has no body; raises what `wire.raise_problem` does."""
+        wire.raise_problem(await self._send(call))
+
+    async def _ask_patiently(self, call: Call, kind: type[T]) -> T:
+        """As `_ask`, for calls that are safe to repeat: repeated for a few seconds while the server does not answer."""
+        patience = wire.Patience(seconds=REPEAT_S)
+        while True:
+            try:
+                response = await self._send(call)
+                if response.status_code not in wire.RETRYABLE:
+                    return wire.decode(response, kind)
+                wire.raise_problem(response)
+            except MidstreamError as error:
+                patience.check(error)
+                await self._io.sleep(wire.PAUSE_S)

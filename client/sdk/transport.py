@@ -1,0 +1,158 @@
+"""How the calls of both clients reach the server, wait, and have work done: blocking, and in an event loop."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from typing import Any, Protocol, TypeVar
+
+import httpx
+
+from .wire import Call
+
+T = TypeVar("T")
+
+#: Bytes of a download that are handed on at once.
+CHUNK = 1 << 20
+
+
+class Streamed(Protocol):
+    """A response whose body is read as it comes."""
+
+    response: httpx.Response
+
+    async def read(self) -> httpx.Response:
+        """The response with its whole body: for an error."""
+
+    def lines(self) -> AsyncGenerator[str, None]: ...
+
+    def chunks(self) -> AsyncGenerator[bytes, None]: ...
+
+
+class Transport(Protocol):
+    """What calls do besides computing. All methods of the blocking one return without suspending."""
+
+    url: str
+    blocks: bool
+
+    async def send(self, call: Call) -> httpx.Response:
+        """Raises httpx.TransportError."""
+
+    def stream(self, **arguments: Any) -> AbstractAsyncContextManager[Streamed]:
+        """`arguments`: of `httpx.Client.stream`. Raises httpx.TransportError, here and while the body is read."""
+
+    async def sleep(self, seconds: float) -> None: ...
+
+    async def work(self, function: Callable[..., T], *args: Any) -> T:
+        """What a function returns that reads or writes files, or computes for long."""
+
+    def beside(self, coroutine: Coroutine[Any, Any, None]) -> AbstractAsyncContextManager[None]:
+        """Runs a coroutine meanwhile. What it raises is dropped."""
+
+
+class BlockingTransport:
+    """Of `Client`; may be used by several threads."""
+
+    blocks = True
+
+    def __init__(self, url: str, headers: dict[str, str]):
+        self.url = url
+        self._http = httpx.Client(base_url=url, headers=headers, limits=httpx.Limits(max_connections=256))
+
+    def close(self) -> None:
+        self._http.close()
+
+    async def send(self, call: Call) -> httpx.Response:
+        return self._http.request(**call.arguments())
+
+    @asynccontextmanager
+    async def stream(self, **arguments: Any) -> AsyncIterator[Streamed]:
+        with self._http.stream(**arguments) as response:
+            yield _BlockingStream(response)
+
+    async def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251 (no event loop runs this)
+
+    async def work(self, function: Callable[..., T], *args: Any) -> T:
+        return function(*args)
+
+    @asynccontextmanager
+    async def beside(self, coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+        def run() -> None:
+            with suppress(Exception):  # also that the client was closed meanwhile
+                coroutine.send(None)
+
+        threading.Thread(target=run, daemon=True).start()
+        yield
+
+
+class AwaitingTransport:
+    """Of `AsyncClient`; belongs to one event loop."""
+
+    blocks = False
+
+    def __init__(self, url: str, headers: dict[str, str]):
+        self.url = url
+        limits = httpx.Limits(max_connections=4096, max_keepalive_connections=256)
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, limits=limits)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def send(self, call: Call) -> httpx.Response:
+        return await self._http.request(**call.arguments())
+
+    @asynccontextmanager
+    async def stream(self, **arguments: Any) -> AsyncIterator[Streamed]:
+        async with self._http.stream(**arguments) as response:
+            yield _AwaitingStream(response)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def work(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.to_thread(function, *args)
+
+    @asynccontextmanager
+    async def beside(self, coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+        task = asyncio.create_task(coroutine)
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+class _BlockingStream:
+    def __init__(self, response: httpx.Response):
+        self.response = response
+
+    async def read(self) -> httpx.Response:
+        self.response.read()
+        return self.response
+
+    async def lines(self) -> AsyncGenerator[str, None]:
+        for line in self.response.iter_lines():
+            yield line
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        for chunk in self.response.iter_bytes(CHUNK):
+            yield chunk
+
+
+class _AwaitingStream:
+    def __init__(self, response: httpx.Response):
+        self.response = response
+
+    async def read(self) -> httpx.Response:
+        await self.response.aread()
+        return self.response
+
+    async def lines(self) -> AsyncGenerator[str, None]:
+        async for line in self.response.aiter_lines():
+            yield line
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        async for chunk in self.response.aiter_bytes(CHUNK):
+            yield chunk
