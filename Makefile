@@ -158,6 +158,21 @@ LOCKED = .cache/$*/bin/python -m pip install --quiet --no-deps --require-hashes 
 	@touch $@
 .PRECIOUS: .cache/%/.ready
 
+# Those without torch; Midstream itself is not installed into them.
+LIGHT := docs
+$(LIGHT:%=.cache/%/.ready): .cache/%/.ready: requirements/%.lock | $(READY)
+	@echo "== environment in .cache/$*"
+	@$(BIN)/python -m venv .cache/$*
+	@$(LOCKED) -r $<
+	@touch $@
+
+docs: .cache/docs/.ready ## build the documentation as a site in .cache/site; links and anchors are checked
+	@echo "== documentation"
+	@mkdir -p .cache/docs/package/midstream
+	@ln -sfn $(foreach name,$(PACKAGES) __init__.py,"$(CURDIR)/$(name)") .cache/docs/package/midstream/
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=.cache/docs/package .cache/docs/bin/mkdocs build --quiet
+	@echo "  .cache/site/index.html"
+
 sae: .cache/sae/.ready ## install SAELens, which examples/train_sae.py trains with, in .cache/sae
 
 lens: $(READY) model .cache/lens/.ready ## install TransformerLens and recompute its reference grids, against which patched grids are tested

@@ -10,6 +10,7 @@
 #   client.lock  the Python client and the CLI only
 #   lens.lock    TransformerLens, in its own environment (`make lens`); used with torch-cpu.lock
 #   sae.lock     SAELens and the Python client, in their own environment (`make sae`); used with torch-cpu.lock
+#   docs.lock    the documentation's site, in its own environment (`make docs`)
 #   torch-cuda.lock  the libraries that a CUDA build of torch needs even on a CPU, where no index has a CPU build
 #
 # Each fits Python 3.11 to 3.13: where they differ, a line carries an environment marker.
@@ -66,6 +67,7 @@ compile client.lock --extra client --constraint "$scratch/agreed"
 compile api.lock --extra api --extra s3 --constraint "$scratch/agreed"
 compile service.lock --extra api --extra client --extra flower --extra otel --extra s3 --constraint "$scratch/agreed"
 compile worker.lock --extra cpu --extra model --extra otel --extra s3 --constraint "$scratch/agreed" --no-emit-package triton
+compile docs.lock --extra docs --constraint "$scratch/agreed"
 compile lens.lock --extra lens
 compile sae.lock --extra sae
 cuda_only=() cpu= # torch's own metadata: the libraries of CUDA belong to it

@@ -48,6 +48,15 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(path: Path) -> None:
     assert broken == []
 
 
+def test_every_page_stands_in_the_index_once() -> None:
+    """The site's navigation is read from there."""
+    docs = ROOT / "docs"
+    listed = [target for target in _links((docs / "README.md").read_text()) if target.endswith(".md") and not target.startswith("..")]
+    there = {str(path.relative_to(docs)) for path in docs.rglob("*.md")} - {"README.md"}
+    assert len(listed) == len(set(listed))
+    assert set(listed) == there
+
+
 def _links(text: str) -> list[str]:
     return [link["target"] for link in LINK.finditer(FENCE.sub("", text))]
 

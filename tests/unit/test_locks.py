@@ -24,6 +24,7 @@ EXTRAS_OF = {
     "service.lock": ("api", "client", "flower", "otel", "s3"),
     "worker.lock": ("cpu", "model", "otel", "s3"),
     "gpu.lock": ("gpu", "model", "otel", "s3"),
+    "docs.lock": ("docs",),
     "lens.lock": ("lens",),
     "sae.lock": ("sae",),
 }

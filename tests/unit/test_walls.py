@@ -71,7 +71,7 @@ TOP_LEVEL = {
     *PACKAGES,
     "tests", "benchmarks", "examples", "docs", "requirements", ".ci",
     "__init__.py", "py.typed", "pyproject.toml", "Makefile", "README.md", "CONTRIBUTING.md", "LICENSE", "CHANGELOG.md", ".gitignore",
-    "compose.yaml", "compose", "deploy", "Dockerfile", ".dockerignore", ".env",
+    "compose.yaml", "compose", "deploy", "Dockerfile", ".dockerignore", ".env", "mkdocs.yml",
 }  # fmt: skip
 
 

@@ -1,0 +1,122 @@
+"""Writes the references as Markdown: Python from docstrings, the command line from its commands, HTTP from its description."""
+
+import json
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.cli import get_docs_for_click
+
+METHODS = ("get", "post", "put", "patch", "delete")
+LANGUAGE_OF_CHOICE = " or "
+
+
+def python() -> str:
+    """Every public name of the package, for mkdocstrings, which reads its docstring without importing it."""
+    package = import_module("midstream")
+    found = {name: getattr(package, name) for name in package.__all__ if not name.startswith("__")}
+    parts = ["# Python", "Every name of `midstream`; [the client's page](../client.md) shows its use."]
+    for name, value in found.items():
+        parts.append(
+            f"::: {getattr(value, '__module__', None) or 'midstream.client'}.{name}" if isinstance(value, type) else f"::: {_home(value)}"
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def _home(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else value.__name__
+
+
+def cli() -> str:
+    """Every command with its arguments and options."""
+    app = import_module("midstream.client.cli.main").app
+    command = typer.main.get_command(app)
+    written = get_docs_for_click(obj=command, ctx=typer.Context(command), name="midstream", title="Command line")
+    return re.sub(r"(?<!`)\[(?=[^\]`]*\])", r"\\[", written)  # `HOOK[:LAYERS]` is no link
+
+
+def http(description: Path) -> str:
+    """Every endpoint of the OpenAPI document `description`, then the shapes that they take and give."""
+    document = json.loads(description.read_text())
+    parts = [
+        "# HTTP endpoints",
+        "[The HTTP page](../http.md) shows requests and responses; [openapi.json](../openapi.json) is the source of this one.",
+    ]
+    for path, item in document["paths"].items():
+        parts += [_operation(path, method, item[method]) for method in METHODS if method in item]
+    parts.append("## Shapes")
+    parts += [_shape(name, schema) for name, schema in sorted(document["components"]["schemas"].items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def _operation(path: str, method: str, operation: dict[str, Any]) -> str:
+    parts = [f"## `{method.upper()} {path}`", operation.get("summary", ""), operation.get("description", "")]
+    rows = [(f"`{p['name']}`", p["in"], _type(p["schema"]), _cell(p.get("description", ""))) for p in operation.get("parameters", ())]
+    parts.append(_table(("parameter", "in", "type", ""), rows))
+    bodies = operation.get("requestBody", {}).get("content", {})
+    parts += [f"Body (`{media}`): {_type(body['schema'])}" for media, body in bodies.items()]
+    answers = [
+        (
+            status,
+            _cell(answer.get("description", "")),
+            LANGUAGE_OF_CHOICE.join(_type(body.get("schema", {})) for body in answer.get("content", {}).values()),
+        )
+        for status, answer in operation["responses"].items()
+    ]
+    parts.append(_table(("status", "meaning", "body"), answers))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _shape(name: str, schema: dict[str, Any]) -> str:
+    required = schema.get("required", ())
+    rows = [
+        (
+            f"`{field}`",
+            _type(of),
+            "" if field in required else f"`{json.dumps(of['default'])}`" if "default" in of else "optional",
+            _cell(of.get("description", "")),
+        )
+        for field, of in schema.get("properties", {}).items()
+    ]
+    parts = [f"### {name}", schema.get("description", ""), _table(("field", "type", "default", ""), rows) or _type(schema)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """A schema in one line; named shapes are links."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower().replace('.', '')})"
+    for choice in ("anyOf", "oneOf"):
+        if choice in schema:
+            return LANGUAGE_OF_CHOICE.join(dict.fromkeys(map(_type, schema[choice])))
+    if "enum" in schema or "const" in schema:
+        return LANGUAGE_OF_CHOICE.join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type", "any")
+    if kind == "array":
+        return f"array of {_type(schema.get('items') or {})}" + _bounds(schema)
+    if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
+        return f"object of {_type(schema['additionalProperties'])}"
+    return (LANGUAGE_OF_CHOICE.join(kind) if isinstance(kind, list) else kind) + _bounds(schema)
+
+
+#: Bound of a schema → how it is written.
+BOUNDS = {
+    "minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}", "minLength": "≥ {} characters",
+    "maxLength": "≤ {} characters", "minItems": "≥ {} items", "maxItems": "≤ {} items",
+}  # fmt: skip
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    found = [words.format(schema[name]) for name, words in BOUNDS.items() if name in schema]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ("---",) * len(head), *rows]) if rows else ""

@@ -1,0 +1,82 @@
+"""The documentation builds as a site, without the network, and a reader's browser loads nothing from another host."""
+
+import os
+import re
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from tree import ROOT
+
+SITE = ROOT / ".cache" / "site"
+#: What makes a browser load something: element → attributes. A link in the text (`a`) does not.
+LOADS = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src", "object": "data"}
+OUTSIDE = re.compile(r"(?:[a-z]+:)?//", re.IGNORECASE)
+STYLE = re.compile(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)")
+#: Proxies that nothing listens on.
+NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9")
+
+
+class References(HTMLParser):
+    """What a page loads, what it links to, and its anchors."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value for name, value in attrs if value}
+        self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        if tag in LOADS and LOADS[tag] in values:
+            self.loads.append(values[LOADS[tag]])
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[Path, References]:
+    """The site's pages; its environment is installed once and kept."""
+    for target, environment in ((".cache/docs/.ready", {}), ("docs", NO_NETWORK)):
+        done = subprocess.run(["make", target], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return {path: References(path.read_text()) for path in SITE.rglob("*.html")}
+
+
+def test_pages_of_the_site_load_nothing_from_other_hosts(pages: dict[Path, References]) -> None:
+    loaded = {(path.name, target) for path, page in pages.items() for target in page.loads}
+    loaded |= {(path.name, next(filter(None, found))) for path in SITE.rglob("*.css") for found in STYLE.findall(path.read_text())}
+    assert len(loaded) > 100
+    assert [found for found in sorted(loaded) if OUTSIDE.match(found[1])] == []
+
+
+def test_links_of_the_site_lead_to_pages_and_anchors(pages: dict[Path, References]) -> None:
+    wrong = []
+    for path, page in pages.items():
+        if path.name == "404.html":
+            continue
+        for target in [*page.loads, *page.links]:
+            if target.startswith("data:") or urlsplit(target).scheme or OUTSIDE.match(target):
+                continue
+            file, _, anchor = unquote(target).partition("#")
+            found = (path.parent / file).resolve() if file else path
+            if not found.is_file() or (anchor and found in pages and anchor not in pages[found].anchors):
+                wrong.append(f"{path.relative_to(SITE)}: {target}")
+    assert wrong == []
+
+
+def test_references_of_the_site_have_every_command_endpoint_and_name(pages: dict[Path, References]) -> None:
+    import midstream
+
+    python, cli, http = ((SITE / "reference" / f"{name}.html").read_text() for name in ("python", "cli", "http"))
+    missing = [
+        name for name in midstream.__all__ if not name.startswith("__") and not re.search(rf'id="midstream\.[\w.]*\b{name}"', python)
+    ]
+    assert missing == []
+    assert re.search(r'id="[\w.]*\.Client\.sweep"', python), "calls that the client inherits from its groups"
+    assert 'id="post-v1jobs"' in http
+    assert 'id="midstream-modules-register"' in cli
