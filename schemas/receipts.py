@@ -9,6 +9,8 @@ from .probes import ProbeScore
 PROTOCOL = 1
 #: `Receipt.kind` of captures that the artifact store did not take, though nothing is wrong with them: the job waits for the store.
 STORE_AWAY = "store_away"
+#: What a rank's refusal of a source run says when the artifact store could not be read now, though nothing is wrong with the run.
+READ_LATER = "the artifact store cannot be read now"
 
 
 class CapturedFile(Wire):

@@ -141,7 +141,7 @@ class Settings(Record):
     artifact_secret_key: str = ""
     artifact_links: Literal["presigned", "api"] = "presigned"  # downloads from the store itself, or through the API alone
     artifact_link_s: Annotated[int, msgspec.Meta(ge=1, le=7 * 24 * 3600)] = 900  # how long a presigned link works
-    artifact_wait_s: Positive = 3600.0  # how long a job waits, in all, for a store that takes nothing; then it fails
+    artifact_wait_s: Positive = 3600.0  # how long a job waits, in all, for a store that is unavailable; then it fails
     artifact_public_endpoint: str = ""  # in presigned links, where users reach the store by another name than the service does
 
     # Captures

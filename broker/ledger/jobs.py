@@ -306,12 +306,13 @@ class Ledger:
         """Record that the cancelled job has left the engine. False: the attempt is stale, or no cancel was requested."""
         return await self._tell("cancelled", job_id, attempt) == "cancelled"
 
-    async def release(self, job_id: str, attempt: int) -> State | None:
+    async def release(self, job_id: str, attempt: int, away: str = "") -> State | None:
         """Give the job back: queued, failed `worker_lost` after the last attempt, or cancelled.
 
-        Returns the new state; None if the attempt is stale.
+        `away`: why the artifact store is unavailable; then the job waits for it, for at most `artifact_wait_s` without progress, and
+        the attempt does not count. Returns the new state; None if the attempt is stale.
         """
-        outcome = await self._tell("release", job_id, attempt)
+        outcome = await self._tell("release", job_id, attempt, away=away)
         return None if outcome == "stale" else State(outcome)
 
     async def desync_release(self, job_id: str, attempt: int, detail: str) -> State | None:

@@ -103,3 +103,25 @@ def test_a_job_that_waits_for_the_store_keeps_its_own_deadline(redis_url: str) -
             assert (await reaper.sweep(now() + 4)).late == [job.id]
 
     asyncio.run(main())
+
+
+def test_a_job_that_could_not_read_the_store_waits_for_it(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, artifact_wait_s=0.05, max_attempts=1) as ledger:
+            job, cancelled = make_job(), make_job()
+            await claimed(ledger, job, ranks=1)
+            await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
+            assert await ledger.release(job.id, 1, away="it cannot be reached") is State.QUEUED
+            assert await sent(ledger) == [], "it has no message before it is due"
+            assert await ledger.claim(job.id, WORKER, BOOT, 1) is not None
+            await asyncio.sleep(0.1)
+            assert await ledger.release(job.id, 2, away="it cannot be reached") is State.FAILED
+            view = await ledger.view(job.id)
+            assert view.error is not None
+            assert view.error.type == "urn:midstream:intervention_failed"
+            assert "it cannot be reached; the job has waited 0.05 s" in view.error.detail
+            await claimed(ledger, cancelled, ranks=1)
+            await ledger.request_cancel(cancelled.id)
+            assert await ledger.release(cancelled.id, 1, away="it cannot be reached") is State.CANCELLED
+
+    asyncio.run(main())

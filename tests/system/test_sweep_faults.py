@@ -11,10 +11,13 @@ import msgspec
 import pytest
 from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, pair, sweep
 
+from midstream.broker.ledger.reaper import Reaper
+from midstream.broker.ledger.scripts import SHELVED_S
 from midstream.broker.ledger.source_runs import SourceRuns
-from midstream.schemas.base import to_msgpack
+from midstream.schemas.base import now, to_msgpack
 from midstream.schemas.jobs import State
 from midstream.schemas.sweep_units import Units
+from midstream.storage.file_store import FileStore
 from midstream.workers.serving.attempt import AttemptOutcome
 
 
@@ -240,3 +243,28 @@ def test_a_prompt_that_failed_in_an_earlier_attempt_is_not_rerun_for_comparison(
         check_grid(asked, await at.result(job_id), {n: "source prompt failed: no room" for n in cells if n not in kept})
 
     Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
+
+
+@pytest.mark.parametrize("fault", ["put_run:rank=1", "refuse:request=0,kind=store_away"], ids=["reading", "writing"])
+def test_a_sweep_waits_for_a_store_that_is_away_and_goes_on(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Attempts that end for this reason do not count, however many they are."""
+    asked = sweep(metric="recovered")
+    trouble = ["it cannot be reached"]
+    monkeypatch.setattr(FileStore, "trouble", lambda store: trouble[0])
+
+    async def scenario(at: Rig) -> None:
+        job_id = await at.submit(asked)
+        reaper = Reaper(at.ledger, at.settings)
+        async with at.worker(fault=fault) as runs:
+            for _ in range(3):
+                assert await runs.run_job(job_id) is AttemptOutcome.STORE_AWAY
+                assert (await at.ledger.view(job_id)).state is State.QUEUED
+                await reaper.sweep(now() + SHELVED_S + 1)
+            trouble[0] = ""
+            at.engine.faults.switch("")
+            assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+        check_grid(asked, await at.result(job_id), {})
+
+    Rig(redis_url, tmp_path, tensor_parallel_size=2, max_attempts=2)(scenario)

@@ -1,5 +1,6 @@
 """Does a rank hold of a source run what its own sites need, bit for bit, and refuse what is not whole?"""
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 from capture_kit import HIDDEN, finished, run_of, values, write
 
+from midstream.schemas.receipts import READ_LATER
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.source_runs import RunFiles, RunRow, row_name, run_key
+from midstream.storage.file_store import FileStore
 from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.runner.faults import Faults, answer
 from midstream.workers.runner.sites import Site
@@ -222,3 +225,21 @@ def test_rows_of_a_run_are_read_from_every_store(store: ArtifactStore, layout: s
     runs.put(run_of(wrote, SITES))
     for hook, layer in (("post_block", 2), ("post_block", 3), ("pre_attn", 2)):
         np.testing.assert_array_equal(runs.rows(KEY, hook, layer, [0, 1, 2]).numpy(), values(hook, layer, [0, 1, 2]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "later"), [(ConnectionRefusedError(errno.ECONNREFUSED, "refused"), True), (OSError(errno.EIO, "bad"), False)]
+)
+def test_a_rank_says_when_a_run_can_only_be_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, later: bool
+) -> None:
+    run = run_of(write(tmp_path, finished()), {"post_block": [2, 3]})
+    store = store_of(tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(FileStore, "open", fail)
+    with pytest.raises(ValueError, match=str(error.strerror)) as caught:
+        store.put(run)
+    assert (READ_LATER in str(caught.value)) is later

@@ -5,7 +5,8 @@ files for every rank it claims to have. Steering of every op is checked, account
 captured rows stay as they are. For control-plane tests and benchmarks only; its output says nothing about a language model. Faults
 that `settings.fault` may name (see `FakeFaults`): `engine_dies:tokens=N` (after N tokens in all), `generate:request=I` (that
 prompt of each job fails), `disagree:rank=R` (rank R's receipts report another checksum), `refuse:request=I` (the ranks report an
-error of that prompt of each job), `silent:rank=R` (rank R never reports), `start:reason=TEXT`, `slow_start:seconds=S`; and of a
+error of that prompt of each job; `kind=K`: of this kind), `silent:rank=R` (rank R never reports),
+`start:reason=TEXT`, `slow_start:seconds=S`; and of a
 call to rank R: `hold`, `drop`, `put_lora`, `put_sae`, `put_run`, `drop_runs`, `prepare`, `commit`, `set_module`, `rollback`, `restart` (the
 rank refuses), `lose_run` (it has none of the source run that a request names), `desync` (it does not account for a steered
 request), `fingerprint` (it has other bytes).

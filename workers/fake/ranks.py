@@ -171,6 +171,7 @@ class FakeRanks:
             checksum=f"{int(rank.ledger.checksum, 16) ^ differs:016x}",
             status="error" if failure else "ok",
             message=failure,
+            kind=(self._faults.get("refuse") or {}).get("kind", "") if failure else "",
             graded=graded if tells else [],
             applied=self._applied(finished, rank.pp),
             global_version=spec.global_version,

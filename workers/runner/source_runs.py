@@ -13,9 +13,10 @@ import torch
 
 from ...schemas.blobs import Header, read_header
 from ...schemas.dtypes import DTYPES
+from ...schemas.receipts import READ_LATER
 from ...schemas.selectors import Hook, as_ranges
 from ...schemas.source_runs import RunFile, RunFiles, RunRow, parse_row, run_key
-from ...storage.store import ArtifactStore
+from ...storage.store import PASSING, ArtifactStore
 from .sites import Site
 
 #: safetensors' name of a dtype → torch's; rows are kept as they were captured.
@@ -76,7 +77,8 @@ class RunStore:
                     for site, part in self._read(files, file, wanted).items():
                         parts.setdefault(site, []).append(part)
                 except (OSError, ValueError, MemoryError) as error:
-                    raise ValueError(f"run {files.key}: {file.path}: {error}") from error
+                    passes = isinstance(error, OSError) and error.errno in PASSING
+                    raise ValueError(f"run {files.key}: {file.path}: {f'{READ_LATER}: ' if passes else ''}{error}") from error
         if missing := wanted - parts.keys():
             raise ValueError(f"run {files.key}: none of its files contains {_site(*min(missing))}")
         rows = {}

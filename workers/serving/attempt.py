@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ...broker.ledger.jobs import Ledger
+from ...schemas.errors import MidstreamError
 from ...schemas.jobs import Event, Job
 from .progress import AttemptProgress
 from .redis_retry import patiently
@@ -20,12 +21,20 @@ class AttemptOutcome(StrEnum):
     CANCELLED = "cancelled"
     LOST = "lost"  # the lease went to another attempt
     RELEASED = "released"  # the engine died, or Redis lost events of it; another attempt follows
+    STORE_AWAY = "store away"  # the artifact store is unavailable; another attempt follows when it is back
     OUT_OF_STEP = "out of step"  # its ranks disagree; another attempt follows, or the job has failed for it
     PUT_BACK = "put back"  # not begun: the worker does not serve now
 
 
 class JobFailed(Exception):
     """The job ended with a problem, which is in the ledger already."""
+
+
+class StoreAway(MidstreamError):
+    """Rows could not be read from the artifact store, or written to it, because it is unavailable: the job waits for it."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("intervention_failed", detail)
 
 
 @dataclass(eq=False)

@@ -31,7 +31,7 @@ from ...schemas.tensors import Tensor, content_hash
 from ..engine.admission import CellSlots, CrowdedOut
 from ..engine.collective import Quarantined
 from ..engine.protocol import Engine, Progress, check_lengths, engine_request
-from .attempt import Attempt, AttemptOutcome, JobFailed
+from .attempt import Attempt, AttemptOutcome, JobFailed, StoreAway
 from .harvests import HarvestAttempt
 from .progress import AttemptProgress, Totals
 from .redis_retry import UNAVAILABLE, patiently
@@ -384,6 +384,9 @@ class Attempts:
             crash_point("worker.released")
             return ending
         await self._engine.abort(attempt.job.id, attempt.number)
+        if ending is AttemptOutcome.STORE_AWAY:
+            job_id, number = attempt.job.id, attempt.number
+            await patiently(lambda: self._ledger.release(job_id, number, away=attempt.detail), f"release of {job_id}")
         if ending is AttemptOutcome.OUT_OF_STEP:
             job_id, number = attempt.job.id, attempt.number
             await patiently(lambda: self._ledger.desync_release(job_id, number, attempt.detail), f"release of {job_id}")
@@ -413,6 +416,8 @@ def _other_attempt(error: BaseException) -> AttemptOutcome | None:
     leaves = list(_leaves(error))
     if any(isinstance(leaf, Quarantined) for leaf in leaves):
         return AttemptOutcome.OUT_OF_STEP
+    if any(isinstance(leaf, StoreAway) for leaf in leaves):
+        return AttemptOutcome.STORE_AWAY
     return AttemptOutcome.RELEASED if any(isinstance(leaf, CrowdedOut | EventsLost) for leaf in leaves) else None
 
 

@@ -1,18 +1,24 @@
 """Source runs in use by this worker's jobs: loaded before use, and leased so that retention keeps them."""
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from ...broker.ledger.jobs import Ledger
 from ...broker.ledger.source_runs import SourceRuns
 from ...schemas.errors import MidstreamError
+from ...schemas.receipts import READ_LATER
 from ...schemas.source_runs import RunFiles, parse_key
+from ...storage.store import PASSING, open_store
 from ..engine.collective import Quarantined
 from ..engine.protocol import Engine, Locate
+from .attempt import StoreAway
 from .redis_retry import UNAVAILABLE, patiently
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 #: A lease on captures lasts this many of a job's leases: a Redis that was away for a while finds it still there when it is back.
@@ -25,6 +31,7 @@ class SourceRunLeases:
     def __init__(self, ledger: Ledger, engine: Engine, worker: str) -> None:
         self._sources, self._engine, self._worker = SourceRuns(ledger), engine, worker
         self._lease_s = ledger.settings.lease_s
+        self._store = open_store(ledger.settings.artifacts)
         self._held: dict[str, Counter[str]] = {}  # job → keys of the runs that it holds, or waits for
 
     @asynccontextmanager
@@ -33,7 +40,7 @@ class SourceRunLeases:
 
         `names`: what the job calls them → the job whose captures they are. `locate`: instead of the ledger's. No holder may begin
         another such block inside, see `RankRuns`. Raises MidstreamError("intervention_failed") naming the run when one is not
-        there or a rank cannot load it, and Quarantined.
+        there or a rank cannot load it, StoreAway when that is because the artifact store is unavailable, and Quarantined.
         """
         if not keys:
             yield
@@ -41,7 +48,7 @@ class SourceRunLeases:
         self._held.setdefault(job, Counter()).update(keys)
         try:
             await patiently(lambda: self._sources.lease({job: keys}, self._seconds), f"lease of {job} on source runs")
-            await self._hold(keys, names, locate or self._locate)
+            await self.reading(self._hold(keys, names, locate or self._locate))
             try:
                 yield
             finally:
@@ -53,6 +60,22 @@ class SourceRunLeases:
         """With every heartbeat, over its connections: the leases of all that is held, and what this worker has in memory."""
         await sources.lease(self._held, self._seconds)
         await sources.tell_held(self._worker, self._engine.held_runs(), self._lease_s)
+
+    async def reading(self, work: Awaitable[T]) -> T:
+        """The result of `work`, which reads from the artifact store. Raises StoreAway where it fails because that is unavailable.
+
+        After any other failure the store is asked: an error in reading says little about its cause.
+        """
+        try:
+            return await work
+        except (MidstreamError, OSError) as error:
+            if isinstance(error, Quarantined):
+                raise
+            passes = READ_LATER in str(error) or (isinstance(error, OSError) and error.errno in PASSING)
+            trouble = "" if passes else await asyncio.to_thread(self._store.trouble)
+            if passes or trouble:
+                raise StoreAway(f"{error}; {trouble}" if trouble else str(error)) from error
+            raise
 
     @property
     def _seconds(self) -> float:

@@ -20,14 +20,14 @@ from ...schemas.base import from_json, to_json
 from ...schemas.errors import MidstreamError
 from ...schemas.faults import crash_point
 from ...schemas.jobs import Event, EventKind
-from ...schemas.receipts import Receipt
+from ...schemas.receipts import STORE_AWAY, Receipt
 from ...schemas.source_runs import RunFiles, parse_key
 from ...schemas.sweeps import SHOWN_NEURONS, SweepCell, SweepStart, SweepSummary, Unit, UnitRecord
 from ...storage.store import open_store
 from ..engine.admission import CellSlots, CrowdedOut
 from ..engine.collective import Quarantined
 from ..engine.protocol import Engine, EngineRequest, Fetch
-from .attempt import Attempt
+from .attempt import Attempt, StoreAway
 from .redis_retry import end_tasks, patiently
 from .source_run_leases import SourceRunLeases
 from .sweep_neurons import order_by_difference
@@ -257,7 +257,8 @@ class SweepAttempt:
         }
         store = open_store(self._ledger.settings.artifacts)
         try:
-            order = await asyncio.to_thread(order_by_difference, store, base, source, list(sites.values()), columns[0].places, most)
+            ordering = asyncio.to_thread(order_by_difference, store, base, source, list(sites.values()), columns[0].places, most)
+            order = await self._sources.reading(ordering)
         except (OSError, ValueError) as error:
             raise MidstreamError("intervention_failed", f"the rows that neurons are chosen from cannot be read: {error}") from error
         self._requests.rank(pair, {numbers: order[site] for numbers, site in sites.items()})
@@ -461,6 +462,7 @@ class SweepAttempt:
         for pending in read:
             if all(request in told for request in pending.requests):
                 pending.told = [told[request] for request in pending.requests]
+                _must_be_kept(pending.told)
             elif now - pending.finished > self._patience_s:
                 late.append(pending)
         for pending in late:
@@ -530,6 +532,13 @@ class SweepAttempt:
 
 def _of_this_alone(error: MidstreamError) -> str:
     """What an error says that concerns one request; raises it when it concerns more."""
-    if error.kind == "engine_failed" or isinstance(error, Quarantined | CrowdedOut):
+    if error.kind == "engine_failed" or isinstance(error, Quarantined | CrowdedOut | StoreAway):
         raise error
     return error.detail
+
+
+def _must_be_kept(told: Sequence[Sequence[Receipt]]) -> None:
+    """Raises StoreAway if a rank could not keep the rows because the artifact store is unavailable."""
+    for receipt in (receipt for receipts in told for receipt in receipts):
+        if receipt.status == "error" and receipt.kind == STORE_AWAY:
+            raise StoreAway(f"request {receipt.request}, rank {receipt.rank} (stage {receipt.pp}): {receipt.message}")

@@ -33,6 +33,7 @@ for _, kept in ipairs(args.units) do
 end
 if cells > 0 then
   redis.call('HINCRBY', key('job', id), 'cells', cells)
+  redis.call('HDEL', key('job', id), 'store_away')
   tally_cells(job, -cells)
   changed(job)
 end

@@ -105,13 +105,14 @@ end
 
 local LATE = 'no worker started the job before its `expires_in` ran out'
 
--- The artifact store takes nothing now: the job, which is queued or running, waits for it; at most `store_wait` in all. The attempt
--- does not count.
+-- The artifact store is unavailable: the job, which is queued or running, waits for it; at most `store_wait` in all, which a sweep
+-- counts from its last progress. The attempt does not count.
 local function await_store(job, why)
   local hash = key('job', job.id)
   redis.call('HSETNX', hash, 'store_away', args.at)
   if now - tonumber(redis.call('HGET', hash, 'store_away')) >= args.store_wait then
-    fail(job, 'capture_failed', why .. '; the job has waited ' .. args.store_wait .. ' s for the artifact store (artifact_wait_s)')
+    local kind = redis.call('EXISTS', key('capture', job.id)) == 1 and 'capture_failed' or 'intervention_failed'
+    fail(job, kind, why .. '; the job has waited ' .. args.store_wait .. ' s for the artifact store (artifact_wait_s)')
   elseif job.state == 'queued' then
     redis.call('SREM', turn('sent', job.model, job.step), job.id)
     shelve(job)
