@@ -35,7 +35,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-engine test-long test-matrix test-faults test-machines test-compose fidelity walk quantised smoke-vllm lens sae bench bench-gpu lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-faults test-machines test-compose fidelity walk quantised smoke-vllm lens sae bench bench-gpu lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,9 +57,9 @@ demo: $(READY) ## start the stack, capture, steer and patch a real model, stop
 up: $(READY) ## run the whole stack until Ctrl-C
 	@$(BIN)/midstream up
 
-test: $(READY) ## lint, then unit, system and engine tests; a failure does not stop the others
+test: $(READY) ## lint, then unit, system, browser (a few) and engine tests; a failure does not stop the others
 	@failed=""; started=$$SECONDS; \
-	for stage in lint test-unit test-system test-engine; do \
+	for stage in lint test-unit test-system test-smoke test-engine; do \
 	  $(MAKE) $$stage || failed="$$failed $$stage"; \
 	done; \
 	took=$$((SECONDS - started)); \
@@ -92,6 +92,22 @@ test-unit: $(READY) ## unit tests: no engine, no server
 test-system: $(READY) model ## system tests: real Redis, Celery, ZeroMQ and HTTP
 	@echo "== system tests"
 	@$(PYTEST) --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not long" tests/system
+
+# The tests of the page drive Debian's browser. As root it is installed; otherwise the tests fail and say how to install it.
+.PHONY: browser
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || true
+
+test-smoke: $(READY) browser ## a few browser tests of the page
+	@echo "== browser tests (smoke)"
+	@$(PYTEST) -m "smoke and not long" tests/web
+
+test-web: $(READY) browser ## browser tests of the page: Chromium against a real stack
+	@echo "== browser tests"
+	@$(PYTEST) --numprocesses 2 --dist loadfile -m "web and not long" tests/web
+
+screenshots: $(READY) browser ## pictures of the page for docs/page.md
+	@$(BIN)/python tests/web/screenshots.py
 
 # Two engines run in parallel, one thread each, without core binding: vLLM would bind both to the same core. Engines of two ranks run alone.
 test-engine: $(READY) model ## engine tests: real vLLM on CPU

@@ -18,6 +18,7 @@ from .context import open_context
 from .routes import (
     captures,
     completions,
+    feed,
     harvests,
     jobs,
     keys,
@@ -26,6 +27,7 @@ from .routes import (
     probes,
     registered,
     service,
+    session,
     source_runs,
     status,
     steering,
@@ -45,7 +47,7 @@ VERSION_HEADER = "x-midstream-version"
 ROUTES = [
     *jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *norms.ROUTES, *source_runs.ROUTES, *steering.ROUTES, *registered.ROUTES,
     *probes.ROUTES, *sweeps.ROUTES, *harvests.ROUTES, *webhooks.ROUTES, *keys.ROUTES, *status.ROUTES, *service.ROUTES, *pages.ROUTES,
-    *tokens.ROUTES,
+    *tokens.ROUTES, *session.ROUTES, *feed.ROUTES,
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from ..broker.ledger.loras import Loras
 from ..broker.ledger.probes import Probes
 from ..broker.ledger.saes import Saes
 from ..broker.ledger.scripts import stored_tags
+from ..broker.ledger.sessions import Sessions
 from ..broker.ledger.source_runs import SourceRuns
 from ..broker.ledger.steering import Steering
 from ..broker.ledger.tuned_lenses import TunedLenses
@@ -39,6 +40,8 @@ from ..schemas.settings import Settings, asks_for_keys
 from ..schemas.specs import PatchSpec, SteeringSpec
 from ..storage.store import open_store
 from .operations.disks import Disks
+from .operations.job_feed import JobFeed
+from .operations.service_figures import ServiceFigures
 from .resolve import admission, global_capture, patches
 from .resolve.callback_url import check_callback
 from .resolve.feature_wishes import FeatureWish
@@ -81,9 +84,10 @@ class AppContext:
         self.settings = settings
         self.ledger = ledger
         self.keys = Keys(ledger)
-        self.gate = Gate(settings, self.keys)
+        self.sessions = Sessions(ledger)
+        self.gate = Gate(settings, self.keys, self.sessions)
         self.hosts = Hosts(settings, settings.api_host, asks_for_keys(settings))
-        self.key_watch = KeyWatch(self.keys, self.gate.always)
+        self.key_watch = KeyWatch(self.keys, self.sessions, self.gate.always)
         self.steering = Steering(ledger)
         self.loras = Loras(ledger)
         self.saes = Saes(ledger)
@@ -98,6 +102,8 @@ class AppContext:
         self.store = open_store(settings.artifacts)
         self.disks = Disks(settings, self.store)
         self._usage = Usage(self.store, settings.capture_quota_mib << 20)
+        self.feed = JobFeed(ledger, watcher)
+        self.figures = ServiceFigures(settings, ledger, self.steering, self.disks, self._usage)
         self.helpers = Helpers(settings)
         self._codecs: dict[tuple[str, int], Codec] = {}
         self._reading = asyncio.Lock()
@@ -106,6 +112,7 @@ class AppContext:
     def close(self) -> None:
         """The server is stopping: held responses are answered with what is known by now. The jobs go on."""
         self.key_watch.close()
+        self.feed.close()
         if not self._closing.done():
             self._closing.set_result(None)
 

@@ -132,6 +132,7 @@ class Caller(NamedTuple):
     tenant: str = DEFAULT_TENANT
     key: str = ""  # id of the key
     scopes: frozenset[Scope] = frozenset(SCOPES)
+    session: str = ""  # name of the page's session that it came with; empty: the key itself was shown
 
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes or "admin" in self.scopes

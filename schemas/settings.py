@@ -207,6 +207,7 @@ class Settings(Record):
     log_format: Literal["text", "json"] = "text"
     metrics_port: Port = 0  # of this process's own Prometheus metrics (worker, relay, callbacks); 0: none
     metrics_host: str = "127.0.0.1"
+    grafana_url: str = ""  # of Grafana, as users reach it: a link on the page; empty: none
     otel_endpoint: str = ""  # OTLP over HTTP, such as http://127.0.0.1:4318; empty: no traces
 
     # The edge
@@ -275,6 +276,8 @@ def _with_store(settings: Settings) -> Settings:
     store = settings.artifact_store
     if "://" in store and not _STORE.fullmatch(store):
         raise SettingsError(f"artifact_store={store!r}: valid: s3://bucket/prefix, or a folder")
+    if settings.grafana_url and not settings.grafana_url.startswith(("http://", "https://")):
+        raise SettingsError(f"grafana_url={settings.grafana_url!r}: valid: http://… or https://…")
     for name in ("artifact_endpoint", "artifact_public_endpoint"):
         if (value := getattr(settings, name)) and not _ENDPOINT.fullmatch(value):
             raise SettingsError(f"{name}={value!r}: valid: http://host:port or https://host:port")

@@ -31,7 +31,7 @@ LONGEST = (
     "test_client.py", "test_redis_users.py", "test_schemathesis.py",
 )  # fmt: skip
 #: Folders in the order in which they run.
-STAGES = ("unit", "system", "engine", "faults", "long", "machines")
+STAGES = ("unit", "system", "web", "engine", "faults", "long", "machines")
 
 
 def stage_of(path: Path) -> str:

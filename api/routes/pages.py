@@ -1,17 +1,20 @@
-"""HTML pages of the API: the front page, the list of operations, Swagger UI. All that they load is served here, under a strict CSP."""
+"""Pages of the API: the live page at `/`, the list of operations, Swagger UI. All that they load is served here, under a strict CSP."""
 
 import gzip
+import hashlib
 import html
+from collections.abc import Iterator
 from functools import cache
 from importlib import resources
-from typing import Annotated, Any
+from importlib.resources.abc import Traversable
+from typing import Annotated, Any, NamedTuple
 
 from litestar import MediaType, Request, Response, get
 from litestar.openapi.plugins import OpenAPIRenderPlugin
 from litestar.params import PathParameter
 
 from ...schemas.base import to_json
-from ...schemas.errors import MidstreamError
+from ...schemas.errors import MidstreamError, shortened
 from ...schemas.settings import Settings
 from ...schemas.version import __version__
 from ..context import context_of
@@ -25,6 +28,19 @@ HEADERS = {
     ),
     "X-Content-Type-Options": "nosniff",
 }
+#: The live page's own: no inline style either. Scripts set styles through the DOM, which this allows.
+PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # asked for again each time, and mostly answered 304
+    "Vary": "Accept, Accept-Encoding",
+}
+PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".txt": "text/plain"}
 #: Asset → its type, and whether it is kept compressed (`name.gz`).
 ASSETS: dict[str, tuple[str, bool]] = {
     "pages.css": ("text/css", False),
@@ -100,25 +116,64 @@ def asset(request: JsonRequest, name: Annotated[str, PathParameter()]) -> Respon
     return Response(raw, media_type=media_type, headers=headers)
 
 
-@get("/", include_in_schema=False)
-async def front(request: JsonRequest) -> Response[bytes]:
-    """What is here and where: a page for browsers, JSON for everything else."""
-    links = _links(context_of(request).settings)
-    headers = {**HEADERS, "Vary": "Accept"}
-    if "text/html" not in request.headers.get("accept", ""):
-        found = {"name": "midstream", "version": __version__, "links": {name: url for name, (url, _) in links.items()}}
-        return Response(to_json(found), media_type=MediaType.JSON, headers=headers)
-    rows = "".join(f'<tr><td><a href="{html.escape(url)}">{name}</a></td><td>{text}</td></tr>' for name, (url, text) in links.items())
-    body = (
-        f"<h1>Midstream {__version__}</h1><p>Activation steering, capture and patching on stock vLLM, as a job service. "
-        f"Guides are in the folder <code>docs</code> of the source tree.</p><table>{rows}</table>"
-    )
-    return Response(page(f"Midstream {__version__}", body), media_type=MediaType.HTML, headers=headers)
+class PageFile(NamedTuple):
+    """A file of the live page."""
+
+    media_type: str
+    etag: str
+    raw: bytes
+    packed: bytes  # gzip
 
 
-def _links(settings: Settings) -> dict[str, tuple[str, str]]:
+@cache
+def page_files() -> dict[str, PageFile]:
+    """Path below `assets/page` → the file. Only what is listed here is served."""
+    root = resources.files(__package__.rpartition(".")[0]).joinpath("assets", "page")
+
+    def walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, PageFile]]:
+        for entry in folder.iterdir():
+            name = f"{prefix}{entry.name}"
+            if entry.is_dir():
+                yield from walk(entry, f"{name}/")
+            elif (media_type := PAGE_TYPES.get(name[name.rfind(".") :])) is not None:
+                raw = entry.read_bytes()
+                yield name, PageFile(media_type, f'"{hashlib.sha256(raw).hexdigest()[:32]}"', raw, gzip.compress(raw, mtime=0))
+
+    return dict(walk(root, ""))
+
+
+def _page_file(request: JsonRequest, name: str) -> Response[bytes]:
+    if (found := page_files().get(name)) is None:
+        raise MidstreamError("not_found", f"the page has no file {shortened(name)!r}", allowed="the files that / loads")
+    headers = {**PAGE_HEADERS, "ETag": found.etag}
+    if request.headers.get("if-none-match") == found.etag:
+        return Response(b"", status_code=304, headers=headers, media_type=found.media_type)
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        return Response(found.packed, headers={**headers, "Content-Encoding": "gzip"}, media_type=found.media_type)
+    return Response(found.raw, headers=headers, media_type=found.media_type)
+
+
+@get("/page/{path:path}", include_in_schema=False, sync_to_thread=True)
+def page_asset(request: JsonRequest, path: Annotated[str, PathParameter()]) -> Response[bytes]:
+    return _page_file(request, str(path).lstrip("/"))
+
+
+@get("/", include_in_schema=False, sync_to_thread=True)
+def front(request: JsonRequest) -> Response[bytes]:
+    """The live page for browsers; for everything else what is here and where, as JSON."""
+    if "text/html" in request.headers.get("accept", ""):
+        return _page_file(request, "index.html")
+    found = {
+        "name": "midstream",
+        "version": __version__,
+        "links": {name: url for name, (url, _) in links(context_of(request).settings).items()},
+    }
+    return Response(to_json(found), media_type=MediaType.JSON, headers={**HEADERS, "Vary": "Accept"})
+
+
+def links(settings: Settings) -> dict[str, tuple[str, str]]:
     """Name → URL and one line about it."""
-    links = {
+    found = {
         "docs": ("/schema", "all operations of the API"),
         "swagger": ("/schema/swagger", "the same, with a form to try out calls"),
         "openapi": ("/schema/openapi.json", "the OpenAPI document"),
@@ -130,11 +185,13 @@ def _links(settings: Settings) -> dict[str, tuple[str, str]]:
     if settings.flower_port:
         host = "127.0.0.1" if settings.flower_host in ("0.0.0.0", "::", "") else settings.flower_host
         host = f"[{host}]" if ":" in host else host
-        links["flower"] = (
+        found["flower"] = (
             f"http://{host}:{settings.flower_port}",
             "the task queue, if Flower is running; the address is valid on the server's machine",
         )
-    return links
+    if settings.grafana_url:
+        found["grafana"] = (settings.grafana_url, "dashboards")
+    return found
 
 
-ROUTES = [front, asset]
+ROUTES = [front, page_asset, asset]

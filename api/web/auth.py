@@ -4,20 +4,25 @@ What a route needs is a row in `SCOPE_OF`; a route without one is for admins alo
 what is not there, so handlers ask `seen` (jobs), or look names up as their caller's tenant knows them.
 """
 
+import hmac
 import time
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from litestar.connection import ASGIConnection
 from litestar.handlers.base import BaseRouteHandler
 
 from ...broker.ledger import keys
 from ...broker.ledger.jobs import not_found
-from ...broker.ledger.keys import Keys, Shown
+from ...broker.ledger.keys import Keys
+from ...broker.ledger.sessions import Sessions, name_of
+from ...broker.ops.hosts import SAFE
 from ...schemas.base import now
 from ...schemas.errors import MidstreamError
 from ...schemas.jobs import JobView
 from ...schemas.keys import EVERYBODY, KEY_PREFIX, Caller, Key, Scope
+from ...schemas.sessions import Session
 from ...schemas.settings import Settings, SettingsError, asks_for_keys
 
 #: Seconds for which a process caches a key: after that, a revoked key is rejected everywhere.
@@ -27,7 +32,11 @@ REMEMBERED = 10_000
 
 #: Method and path → required scope; None: no authentication.
 SCOPE_OF: dict[str, Scope | None] = {
-    "GET /": None,  # links
+    "GET /": None,  # links, and the page
+    "GET /page/{path}": None,  # its assets
+    "GET /session": None,  # says whether there is one
+    "POST /session": None,  # the login: has the key in its body
+    "DELETE /session": None,
     "GET /healthz": None,
     "GET /readyz": None,  # reports readiness to unauthenticated callers, without reasons
     "GET /schema": None,  # what our documentation says as well
@@ -43,6 +52,7 @@ SCOPE_OF: dict[str, Scope | None] = {
     "POST /v1/detokenize": "read",
     "POST /v1/jobs": "submit",
     "GET /v1/jobs": "read",
+    "GET /v1/feed": "read",
     "GET /v1/jobs/{job_id}": "read",
     "GET /v1/jobs/{job_id}/events": "read",
     "GET /v1/jobs/{job_id}/result": "read",
@@ -111,6 +121,9 @@ SCOPE_OF: dict[str, Scope | None] = {
     "GET /v1/tenant": "read",
 }
 
+#: The page's session, and what its calls that change something must carry.
+COOKIE, CSRF_HEADER = "midstream_session", "x-midstream-csrf"
+
 HOW = (
     f"Authorization: Bearer {KEY_PREFIX}<id>_<secret>; an operator creates keys with `midstream keys create`; the client reads "
     "MIDSTREAM_API_KEY"
@@ -130,15 +143,24 @@ def admin_key(settings: Settings) -> Key | None:
         raise SettingsError(f"MIDSTREAM_ADMIN_KEY: {error}") from error
 
 
+class Visit(NamedTuple):
+    """A call that came with a session's cookie."""
+
+    caller: Caller
+    session: Session
+    key: Key
+
+
 class Gate:
     """Turns what a request shows into a `Caller`. One per process: it remembers keys for `KNOWN_S`."""
 
-    def __init__(self, settings: Settings, stored: Keys) -> None:
+    def __init__(self, settings: Settings, stored: Keys, sessions: Sessions) -> None:
         self.asks = asks_for_keys(settings)
         self._admin = admin_key(settings)
         self.always = "" if self._admin is None else self._admin.id  # id of the admin key of the settings, which cannot be revoked
         self._stored = stored
         self._known: OrderedDict[str, tuple[float, Key | None]] = OrderedDict()  # id → until when, and the key
+        self._sessions = sessions
 
     async def caller(self, headers: list[str]) -> Caller:
         """The caller that the `Authorization` headers identify. Raises `unauthorized`, and `unavailable` if the key cannot be checked.
@@ -158,29 +180,44 @@ class Gate:
         return EVERYBODY
 
     async def _key(self, header: str) -> Key | None:
-        """The same work whether there is a key of this id or not."""
         scheme, _, text = header.partition(" ")
-        shown = keys.parse(text.strip(" ")) if scheme.lower() == "bearer" else None
+        return await self.key(text.strip(" ")) if scheme.lower() == "bearer" else None
+
+    async def key(self, text: str) -> Key | None:
+        """The key, if it is valid. The same work whether there is a key of this id or not."""
+        shown = keys.parse(text)
         if shown is None:
             return None
-        key = await self._looked_up(shown)
+        key = await self._looked_up(shown.id)
         return key if keys.is_right(shown, key, now()) else None
 
-    async def _looked_up(self, shown: Shown) -> Key | None:
-        if self._admin is not None and shown.id == self._admin.id:
+    async def visit(self, session_id: str) -> Visit | None:
+        """What a session's id stands for; None if the session, or the key that it was begun with, is over."""
+        name = name_of(session_id)
+        session = None if name is None else await self._sessions.get(name)
+        if name is None or session is None:
+            return None
+        key = await self._looked_up(session.key)
+        if not keys.is_right(keys.Shown(session.key, session.sha256), key, now()):
+            return None
+        assert key is not None
+        return Visit(Caller(key.tenant, key.id, frozenset(key.scopes), name), session, key)
+
+    async def _looked_up(self, key_id: str) -> Key | None:
+        if self._admin is not None and key_id == self._admin.id:
             return self._admin
         at = time.monotonic()
-        until, key = self._known.get(shown.id, (0.0, None))
+        until, key = self._known.get(key_id, (0.0, None))
         if at < until:
             return key
         try:
-            key = await self._stored.get(shown.id)
+            key = await self._stored.get(key_id)
         except MidstreamError as error:
             # While Redis is unreachable, no key can be revoked either.
             if error.kind != "unavailable" or key is None:
                 raise
-        self._known[shown.id] = at + KNOWN_S, key
-        self._known.move_to_end(shown.id)
+        self._known[key_id] = at + KNOWN_S, key
+        self._known.move_to_end(key_id)
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return key
@@ -200,7 +237,41 @@ async def authorize(connection: ASGIConnection[Any, Any, Any, Any], handler: Bas
 
 async def _caller(connection: ASGIConnection[Any, Any, Any, Any]) -> Caller:
     gate: Gate = connection.app.state.context.gate
-    return await gate.caller(connection.headers.getall("authorization", []))
+    headers = connection.headers.getall("authorization", [])
+    if not headers and COOKIE in connection.cookies:
+        visit = await visit_of(connection)
+        if visit is not None:
+            return visit.caller
+        if gate.asks:
+            raise MidstreamError("unauthorized", "the session has ended", field=COOKIE, allowed="log in again")
+    return await gate.caller(headers)
+
+
+async def visit_of(connection: ASGIConnection[Any, Any, Any, Any]) -> Visit | None:
+    """The session of the call's cookie, if any. Raises `cross_site` for a call that its page did not send."""
+    gate: Gate = connection.app.state.context.gate
+    visit = await gate.visit(connection.cookies.get(COOKIE, ""))
+    if visit is not None:
+        safe = connection.scope["method"] in SAFE  # type: ignore[typeddict-item]
+        if not own_page(connection, safe):
+            raise MidstreamError("cross_site", "the page of another site sent this request", field="Origin", allowed="this API's own page")
+        if not safe and not hmac.compare_digest(connection.headers.get(CSRF_HEADER, "").encode(), visit.session.csrf.encode()):
+            raise MidstreamError("cross_site", "is not that of the session", field=CSRF_HEADER, allowed="`csrf` of GET /session")
+    return visit
+
+
+def own_page(connection: ASGIConnection[Any, Any, Any, Any], safe: bool = False) -> bool:
+    """Whether the browser says that a page of this API sent the call (or, if it is `safe`, does not say that another did).
+
+    A cookie belongs to a host with all its ports, so a page at another port of this machine would send it too.
+    """
+    site, origin = connection.headers.get("sec-fetch-site"), connection.headers.get("origin")
+    if site is not None:
+        return site == "same-origin" or (safe and site == "none")
+    if origin is None:
+        return safe
+    public = connection.app.state.context.settings.public_url
+    return urlsplit(origin).netloc in {connection.headers.get("host", ""), urlsplit(public).netloc} - {""}
 
 
 def caller_of(request: ASGIConnection[Any, Any, Any, Any]) -> Caller:

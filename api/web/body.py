@@ -84,7 +84,8 @@ class JsonRequest(Request[Any, Any, Any]):
             return await super().body()
         except RequestEntityTooLarge as error:
             self.receive = noting
-            raise await self._too_large(limit, "max_body_mib") from error
+            narrowed = limit < self.app.state.context.settings.max_body_mib << 20
+            raise await self._too_large(limit, "" if narrowed else "max_body_mib") from error
         except TooManyValues as error:
             self.receive = noting
             await self._drain(limit)
@@ -150,7 +151,7 @@ class JsonRequest(Request[Any, Any, Any]):
 
     async def _too_large(self, limit: int, setting: str) -> MidstreamError:
         await self._drain(limit * DRAIN_FACTOR)
-        allowed = f"at most {limit} bytes (MIDSTREAM_{setting.upper()})"
+        allowed = f"at most {limit} bytes" + (f" (MIDSTREAM_{setting.upper()})" if setting else "")
         return MidstreamError("payload_too_large", "the body is too large", allowed=allowed)
 
     async def _drain(self, most: int) -> None:

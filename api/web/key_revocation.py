@@ -1,6 +1,6 @@
-"""Key revocation during held responses and event streams, which can outlive the key they were opened with.
+"""Key revocation and logout during held responses and event streams, which can outlive the key or session they were opened with.
 
-One check of all keys with open calls every `KNOWN_S`, however many calls there are; none while no call with a key is open.
+One check of all keys and sessions with open calls every `KNOWN_S`, however many calls there are; none while no call with a key is open.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...broker.ledger.keys import Keys
+from ...broker.ledger.sessions import Sessions
 from ...schemas.errors import MidstreamError
 from ...schemas.keys import Caller
 from .auth import HOW, KNOWN_S
@@ -31,7 +32,10 @@ class HeldKey:
         """Raises `unauthorized`."""
         if self.lost is not None and self.lost.done():
             raise MidstreamError(
-                "unauthorized", "the key was revoked or expired while the response was in progress", field="Authorization", allowed=HOW
+                "unauthorized",
+                "the key was revoked or expired, or its user has logged out, while the response was in progress",
+                field="Authorization",
+                allowed=HOW,
             )
 
 
@@ -41,29 +45,41 @@ ALWAYS = HeldKey()
 class KeyWatch:
     """All open calls of a process. Belongs to one event loop. `always`: id of the key that cannot be revoked."""
 
-    def __init__(self, stored: Keys, always: str = "") -> None:
+    def __init__(self, stored: Keys, sessions: Sessions, always: str = "") -> None:
         self._stored = stored
+        self._sessions = sessions
         self._always = always
-        self._held: dict[str, set[asyncio.Future[None]]] = {}  # by key
+        self._held: dict[tuple[str, str], set[asyncio.Future[None]]] = {}  # by key and session; empty: none that could end
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
     def of(self, caller: Caller) -> Iterator[HeldKey]:
         """Whatever is answered inside ends when the caller's key is revoked, or expires: ask the `HeldKey`, or wait for it."""
-        if caller.key in ("", self._always):
+        held_by = ("" if caller.key == self._always else caller.key, caller.session)
+        if held_by == ("", ""):
             yield ALWAYS
             return
         lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._held.setdefault(caller.key, set()).add(lost)
+        self._held.setdefault(held_by, set()).add(lost)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._watch(), name="midstream-stays")
         try:
             yield HeldKey(lost)
         finally:
-            held = self._held[caller.key]
+            held = self._held[held_by]
             held.discard(lost)
             if not held:
-                del self._held[caller.key]
+                del self._held[held_by]
+
+    def end(self, session: str) -> None:
+        """End the calls of a session whose user has logged out here."""
+        for held_by in [held_by for held_by in self._held if held_by[1] == session]:
+            self._lose(held_by)
+
+    def _lose(self, held_by: tuple[str, str]) -> None:
+        for lost in self._held.get(held_by, ()):
+            if not lost.done():
+                lost.set_result(None)
 
     def close(self) -> None:
         if self._task is not None:
@@ -77,11 +93,11 @@ class KeyWatch:
             if not asked:
                 return
             try:
-                valid = await self._stored.valid(asked)
+                keys = await self._stored.valid({key for key, _ in asked if key})
+                sessions = await self._sessions.valid({session for _, session in asked if session})
             except MidstreamError as error:  # while Redis is unreachable, no key can be revoked either
                 log.debug("cannot check the keys of held calls (count: %d); will retry: %s", len(asked), error)
                 continue
-            for key in asked - valid:
-                for lost in self._held.get(key, ()):
-                    if not lost.done():
-                        lost.set_result(None)
+            for held_by in asked:
+                if (held_by[0] and held_by[0] not in keys) or (held_by[1] and held_by[1] not in sessions):
+                    self._lose(held_by)

@@ -59,6 +59,14 @@ class Usage:
                 )
             self._used += wanted
 
+    def left(self) -> int | None:
+        """Bytes of the quota that are not used; None: no quota."""
+        if not self._quota:
+            return None
+        with self._lock:
+            self._measure(self._due)
+            return max(0, self._quota - self._used)
+
     def _measure(self, due: float) -> None:
         start = time.monotonic()
         if start < due:

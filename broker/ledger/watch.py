@@ -58,6 +58,9 @@ class Watcher:
         self._heard: OrderedDict[str, tuple[int, str]] = OrderedDict()  # version and state, heard on the current connection
         self._task: asyncio.Task[None] | None = None
         self._hearing = asyncio.Event()
+        #: Called with the id of every job of which a change is heard, and when changes may have been missed.
+        self.on_change: Callable[[str], None] | None = None
+        self.on_gap: Callable[[], None] | None = None
 
     async def __aenter__(self) -> "Watcher":
         self.start()
@@ -198,6 +201,8 @@ class Watcher:
                 await connection.disconnect()
 
     def _wake(self, job_id: str, told: bytes) -> None:
+        if self.on_change is not None:
+            self.on_change(job_id)
         waiters = self._waiting.get(job_id, ())
         if told == STIRRED:
             for waiter in waiters:
@@ -214,6 +219,8 @@ class Watcher:
                 waiter.woken.set()
 
     def _wake_all(self) -> None:
+        if self.on_gap is not None:
+            self.on_gap()
         for waiters in self._waiting.values():
             for waiter in waiters:
                 waiter.woken.set()

@@ -17,7 +17,8 @@ from ...schemas.errors import MidstreamError
 PASSWORD_BYTES = 32
 USERS_FILE = "users.acl"
 
-#: `ms:keys` has the API keys, `ms:hook-secret:…` the secrets of webhooks: what follows has neither.
+#: `ms:keys` has the API keys, `ms:key-session:…` the page's logins, `ms:hook-secret:…` the secrets of webhooks: what follows has none
+#: of them.
 OPEN_KEYS = ("~ms:[^kh]*", "~ms:held:*", "~ms:hooks", "~ms:hook:*", "~ms:hook-[^s]*", "~ms:harvest*")
 HOOK_SECRETS = ("~ms:hook-secret:*",)
 #: What every change of a job may write to: a message, and the event that it was sent (database 0).

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from edge import Api
 
-from midstream.api.routes.pages import ASSETS
+from midstream.api.routes.pages import ASSETS, page_files
+
+#: Bytes of the whole page.
+MAX_WEIGHT = 300_000
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 SUMS = (Path(__file__).resolve().parents[2] / "api/assets/README.md").read_text()
@@ -37,13 +40,19 @@ def test_pages_load_only_from_this_api(api: Api, path: str) -> None:
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
     found = Loaded(answer.text)
     assert found.inline == 0
-    assert [url for url in found.resources if not url.startswith(("/schema/assets/", "data:"))] == []
+    assert [url for url in found.resources if not url.startswith(("/schema/assets/", "/page/", "data:"))] == []
     for url in found.resources:
         if url.startswith("/"):
             assert api.http.get(url).status_code == 200
     policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
     assert policy["default-src"] == "'none'"
-    assert {source for sources in policy.values() for source in sources.split()} <= {"'none'", "'self'", "'unsafe-inline'", "data:"}
+    assert {source for sources in policy.values() for source in sources.split()} <= {
+        "'none'",
+        "'self'",
+        "'unsafe-inline'",
+        "data:",
+        "blob:",
+    }
     assert policy["script-src"] == "'self'"
 
 
@@ -68,14 +77,40 @@ def test_an_unknown_asset_is_not_found(api: Api) -> None:
     assert (answer.status_code, answer.headers["content-type"]) == (404, "application/problem+json")
 
 
-def test_front_page_links_resolve(api: Api) -> None:
-    page = Loaded(api.http.get("/", headers=BROWSER).text)
+def test_front_links_resolve(api: Api) -> None:
     answer = api.http.get("/", headers={"accept": "application/json"})
     assert answer.headers["content-type"] == "application/json"
     links = answer.json()["links"]
-    assert sorted(page.links) == sorted(links.values())
     for url in links.values():
         if url.startswith("/"):
             assert api.http.get(url).status_code == (503 if url == "/readyz" else 200), url  # no worker: not ready
     assert links["flower"].startswith("http://127.0.0.1:")
     assert api.http.get("/").headers["content-type"] == "application/json"  # as curl asks
+
+
+@pytest.mark.parametrize("name", sorted(page_files()))
+def test_a_file_of_the_page_is_served_once(api: Api, name: str) -> None:
+    first = api.http.get(f"/page/{name}")
+    assert (first.status_code, first.headers["content-encoding"], first.headers["cache-control"]) == (200, "gzip", "no-cache")
+    assert first.content == page_files()[name].raw
+    again = api.http.get(f"/page/{name}", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    plain = api.http.get(f"/page/{name}", headers={"accept-encoding": "identity"})
+    assert (plain.headers.get("content-encoding"), plain.content) == (None, first.content)
+    policy = first.headers["content-security-policy"]
+    assert "script-src 'self'" in policy
+    assert "unsafe" not in policy
+
+
+@pytest.mark.parametrize("path", ["nothing.js", "../pages.css", "..%2f..%2fapp.py", "vendor", ""])
+def test_nothing_else_is_served_as_the_page(api: Api, path: str) -> None:
+    assert api.http.get(f"/page/{path}").status_code == 404
+
+
+def test_the_page_weighs_little() -> None:
+    """All of it, as it is without compression."""
+    assert sum(len(file.raw) for file in page_files().values()) <= MAX_WEIGHT
+
+
+def test_the_vendored_library_is_the_published_file() -> None:
+    assert f"{hashlib.sha256(page_files()['vendor/preact.js'].raw).hexdigest()}  page/vendor/preact.js" in SUMS

@@ -60,6 +60,7 @@ OPENS: dict[str, str] = {
     "workers/engine/identity.py": "the lock of a worker id",
     "workers/engine/images.py": "a request's images, in memory",
     "workers/engine/vllm_options.py": "vLLM's logging options",
+    "workers/fake/turnstile.py": "the gate that a test holds",
     "workers/runner/config.py": "the code of the sites",
     "workers/runner/extensions.py": "the code of extensions",
     "workers/runner/host_memory.py": "memory without a file",
@@ -71,6 +72,7 @@ OPENS: dict[str, str] = {
 }
 #: Modules that name the artifact store, or the capture root, without opening a store: to show it, or to hand it to a rank.
 NAMES = {
+    "api/operations/service_figures.py",
     "broker/artifacts/corpora.py",
     "broker/ledger/views.py",
     "client/cli/demo.py",

@@ -14,7 +14,7 @@ from midstream.schemas.keys import EVERYBODY, Caller
 
 
 class Stored:
-    """Keys that are there until `gone`, and away as often as `away` says; notes what it was asked."""
+    """Keys (or sessions) that are there until `gone`, and away as often as `away` says; notes what it was asked."""
 
     def __init__(self) -> None:
         self.asked: list[set[str]] = []
@@ -37,7 +37,7 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_one_check_covers_all_held_calls_and_ends_revoked_ones(stored: Any) -> None:
     async def hold() -> None:
-        key_watch = KeyWatch(stored)
+        key_watch = KeyWatch(stored, Stored())
         with ExitStack() as held:
             first = [held.enter_context(key_watch.of(Caller(key="one"))) for _ in range(50)]
             second = held.enter_context(key_watch.of(Caller(key="two")))
@@ -55,7 +55,7 @@ def test_one_check_covers_all_held_calls_and_ends_revoked_ones(stored: Any) -> N
 
 def test_calls_without_a_revocable_key_are_not_checked(stored: Any) -> None:
     async def hold() -> None:
-        key_watch = KeyWatch(stored, always="admin")
+        key_watch = KeyWatch(stored, Stored(), always="admin")
         with key_watch.of(EVERYBODY) as one, key_watch.of(Caller(key="admin")) as other:
             assert one.ends == other.ends == ()
             assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -65,7 +65,7 @@ def test_calls_without_a_revocable_key_are_not_checked(stored: Any) -> None:
 
 def test_no_check_runs_without_held_calls(stored: Any) -> None:
     async def hold() -> None:
-        key_watch = KeyWatch(stored)
+        key_watch = KeyWatch(stored, Stored())
         with key_watch.of(Caller(key="one")):
             (task,) = asyncio.all_tasks() - {asyncio.current_task()}
         await task
@@ -74,5 +74,37 @@ def test_no_check_runs_without_held_calls(stored: Any) -> None:
             while not stored.asked:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert stored.asked[0] == {"two"}
+
+    asyncio.run(hold())
+
+
+def test_a_session_that_ended_elsewhere_ends_its_calls_and_no_others(stored: Any) -> None:
+    sessions = Stored()
+
+    async def hold() -> None:
+        key_watch = KeyWatch(stored, sessions, always="admin")  # type: ignore[arg-type]
+        with ExitStack() as held:
+            ended, other, plain = (
+                held.enter_context(key_watch.of(Caller(key=key, session=session)))
+                for key, session in (("admin", "s1"), ("one", "s2"), ("one", ""))
+            )
+            sessions.gone = {"s1"}
+            await asyncio.wait_for(asyncio.gather(*ended.ends), 60)
+            with pytest.raises(MidstreamError, match="logged out"):
+                ended.check()
+            other.check()
+            plain.check()
+            assert stored.asked[0] == {"one"}, "the key of the settings cannot be revoked"
+
+    asyncio.run(hold())
+
+
+def test_a_logout_ends_the_calls_of_its_session_immediately(stored: Any) -> None:
+    async def hold() -> None:
+        key_watch = KeyWatch(stored, Stored())  # type: ignore[arg-type]
+        with key_watch.of(Caller(key="one", session="s1")) as ended, key_watch.of(Caller(key="one", session="s2")) as other:
+            key_watch.end("s1")
+            assert [stay.lost is not None and stay.lost.done() for stay in (ended, other)] == [True, False]
+            key_watch.end("no session")
 
     asyncio.run(hold())

@@ -5,11 +5,10 @@ files for every rank it claims to have. Steering of every op is checked, account
 captured rows stay as they are. For control-plane tests and benchmarks only; its output says nothing about a language model. Faults
 that `settings.fault` may name (see `FakeFaults`): `engine_dies:tokens=N` (after N tokens in all), `generate:request=I` (that
 prompt of each job fails), `disagree:rank=R` (rank R's receipts report another checksum), `refuse:request=I` (the ranks report an
-error of that prompt of each job; `kind=K`: of this kind), `silent:rank=R` (rank R never reports),
-`start:reason=TEXT`, `slow_start:seconds=S`; and of a
-call to rank R: `hold`, `drop`, `put_lora`, `put_sae`, `put_run`, `drop_runs`, `prepare`, `commit`, `set_module`, `rollback`, `restart` (the
-rank refuses), `lose_run` (it has none of the source run that a request names), `desync` (it does not account for a steered
-request), `fingerprint` (it has other bytes).
+error of that prompt of each job; `kind=K`: of this kind), `silent:rank=R` (rank R never reports), `turnstile:file=PATH` (see
+`turnstile`), `start:reason=TEXT`, `slow_start:seconds=S`; and of a call to rank R: `hold`, `drop`, `put_lora`, `put_sae`, `put_run`,
+`drop_runs`, `prepare`, `commit`, `set_module`, `rollback`, `restart` (the rank refuses), `lose_run` (it has none of the source run
+that a request names), `desync` (it does not account for a steered request), `fingerprint` (it has other bytes).
 """
 
 import asyncio
@@ -34,6 +33,7 @@ from .model import Dice, make_bundle, make_info, make_tokenizer
 from .rank import FakeFaults
 from .ranks import FakeRanks
 from .readings import loaded
+from .turnstile import Turnstile
 
 
 class FakeEngine(RankControl):
@@ -45,6 +45,8 @@ class FakeEngine(RankControl):
         super().__init__(settings)
         self._settings = settings
         self.faults = FakeFaults(settings.fault)
+        turnstile = self.faults.get("turnstile")
+        self._turnstile = Turnstile(turnstile["file"]) if turnstile else None
         self._tokenizer = make_tokenizer()
         self.tokenizer = make_bundle(self._tokenizer)
         installed = loaded(settings)
@@ -121,6 +123,8 @@ class FakeEngine(RankControl):
             self._running -= 1
 
     async def _take_time(self, ask: EngineRequest) -> None:
+        if self._turnstile is not None:
+            await self._turnstile.step(lambda: (ask.job, ask.attempt) in self._aborted or bool(self._reason))
         if self._settings.fake_token_s:
             await asyncio.sleep(self._settings.fake_token_s)
         elif ask.stream:

@@ -1,0 +1,209 @@
+// The page: session, feed, router, top bar. Views are in views/, one file each.
+
+import { get, post, del, sse, useSession } from "./lib/api.js";
+import { html, render, useState, useEffect, useRef, useCallback, Problem, Button, Field } from "./lib/ui.js";
+import { bytes, number } from "./lib/format.js";
+import { JobStore } from "./lib/jobs.js";
+import Jobs from "./views/jobs.js";
+
+/** Path → view. `#/sweep/ID` opens `sweep` with params ["ID"]; views other than the first are loaded when they are opened. */
+const VIEWS = {
+  jobs: { title: "Jobs", load: async () => Jobs },
+  sweep: { title: "Sweep", load: async () => (await import("./views/sweeps.js")).default },
+  capture: { title: "Capture", load: async () => (await import("./views/capture.js")).default },
+  playground: { title: "Playground", load: async () => (await import("./views/playground.js")).default },
+  ops: { title: "Ops", load: async () => (await import("./views/ops.js")).default },
+};
+
+function route() {
+  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  const [name, ...params] = path.split("/").filter(Boolean).map(decodeURIComponent);
+  return { name: name || "jobs", params, query: new URLSearchParams(query) };
+}
+
+function Theme() {
+  const [theme, set] = useState(localStorage.getItem("theme") || "auto"); // nothing else is stored
+  useEffect(() => {
+    if (theme === "auto") {
+      localStorage.removeItem("theme");
+      delete document.documentElement.dataset.theme;
+    } else {
+      localStorage.setItem("theme", theme);
+      document.documentElement.dataset.theme = theme;
+    }
+  }, [theme]);
+  return html`<label class="theme"><span class="visually-hidden">Colours</span>
+    <select value=${theme} onChange=${(event) => set(event.target.value)}>
+      <option value="auto">System</option><option value="light">Light</option><option value="dark">Dark</option>
+    </select></label>`;
+}
+
+function Login({ onSession, reason }) {
+  const [key, setKey] = useState("");
+  const [error, setError] = useState(null);
+  const [busy, setBusy] = useState(false);
+  const field = useRef(null);
+  useEffect(() => field.current && field.current.focus(), []);
+  const submit = async (event) => {
+    event.preventDefault();
+    if (busy) return;
+    setBusy(true);
+    setError(null);
+    try {
+      onSession(await post("/session", { key }));
+    } catch (failure) {
+      setError(failure);
+      setBusy(false);
+    }
+  };
+  return html`<main class="login">
+    <h1>Midstream</h1>
+    ${reason && !error && html`<div class="problem" role="alert">${reason}</div>`}
+    <form onSubmit=${submit}>
+      <${Field} label="API key" hint="It is exchanged for a session of this browser, and not stored.">
+        ${(id) => html`<input id=${id} ref=${field} type="password" autocomplete="off" required maxlength="512" value=${key} onInput=${(event) => setKey(event.target.value)} />`}
+      <//>
+      <button class="button main" type="submit" disabled=${busy || !key}>Log in</button>
+    </form>
+    <${Problem} error=${error} />
+    <p><small>An operator creates keys with <code>midstream keys create</code>. <a href="/schema">API</a></small></p>
+    <${Theme} />
+  </main>`;
+}
+
+function Figures({ service, connected }) {
+  const steered = service ? service.models.filter((model) => model.steered) : [];
+  const usage = service && service.tenant.usage;
+  const limits = service && service.tenant.limits;
+  const quota = limits && limits.capture_mib ? limits.capture_mib * 2 ** 20 - usage.capture_bytes : service ? service.quota_left ?? null : null;
+  const figure = (name, value, bad = false) => html`<div class=${bad ? "bad" : ""}><dt>${name}</dt><dd>${value}</dd></div>`;
+  return html`<div class="figures">
+    <div role="status" class="global">${
+      steered.length ? html`<strong class="steered">Global steering is on: ${steered.map((model) => `${model.name} (${model.steering_entries})`).join(", ")}</strong>` : ""
+    }</div>
+    ${
+      service &&
+      html`<dl>
+        ${service.models.map((model) => figure(model.name, model.workers ? `${model.healthy} of ${model.workers} healthy` : "no worker", model.healthy < model.workers || !model.workers))}
+        ${!service.models.length && figure("models", "none", true)}
+        ${service.tokens_s !== undefined && figure("tokens/s", number(service.tokens_s))}
+        ${service.queued !== undefined ? figure("queue", number(service.queued)) : figure("your jobs", number(usage.jobs_in_flight))}
+        ${service.disk_free !== undefined && figure("disk left", bytes(service.disk_free), service.disk_free < 2 ** 30)}
+        ${figure("quota left", quota === null ? "no quota" : bytes(Math.max(0, quota)), quota !== null && quota <= 0)}
+      </dl>`
+    }
+    ${service && service.troubles && html`<details class="bad"><summary>${service.troubles.length} trouble(s)</summary><ul>${service.troubles.map((text) => html`<li>${text}</li>`)}</ul></details>`}
+    <span role="status" class="connection">${connected ? "" : "Connecting …"}</span>
+  </div>`;
+}
+
+function Shell({ session, onEnd }) {
+  const [at, setAt] = useState(route);
+  const [service, setService] = useState(null);
+  const [connected, setConnected] = useState(false);
+  const [error, setError] = useState(null);
+  const [View, setView] = useState(null);
+  const jobs = useRef(null);
+  if (jobs.current === null) jobs.current = new JobStore();
+  const main = useRef(null);
+  const shown = useRef("");
+
+  useEffect(() => {
+    const change = () => setAt(route());
+    addEventListener("hashchange", change);
+    return () => removeEventListener("hashchange", change);
+  }, []);
+
+  useEffect(() => {
+    const stop = new AbortController();
+    sse("/v1/feed?limit=5000", {
+      signal: stop.signal,
+      reconnect: true,
+      onState: setConnected,
+      onEvent: ({ event, data }) => {
+        if (event === "jobs") jobs.current.take(data);
+        else if (event === "service") setService(data);
+      },
+    }).catch((failure) => failure.status === 401 || setError(failure));
+    return () => stop.abort();
+  }, []);
+
+  const view = VIEWS[at.name];
+  useEffect(() => {
+    document.title = `${view ? view.title : "Not found"} · Midstream`;
+    if (!view) return undefined;
+    let current = true;
+    view.load().then(
+      (loaded) => current && setView(() => loaded),
+      (failure) => current && setError(failure),
+    );
+    if (shown.current && shown.current !== at.name && main.current) main.current.focus(); // a screen reader goes on in the new view
+    shown.current = at.name;
+    return () => {
+      current = false;
+      setView(null);
+    };
+  }, [at.name]);
+
+  const logOut = async () => {
+    await del("/session");
+    onEnd("You are logged out.");
+  };
+  const models = service ? service.models : [];
+  return html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), main.current.focus())}>Skip to the content</a>
+    <header>
+      <a class="name" href="#/jobs">Midstream</a>
+      <nav aria-label="Views">${Object.entries(VIEWS).map(
+        ([name, { title }]) => html`<a href=${`#/${name}`} aria-current=${name === at.name ? "page" : null}>${title}</a>`,
+      )}</nav>
+      <div class="who">
+        <span>${session.key_name ? `${session.tenant} · ${session.key_name}` : session.auth === "open" ? "no login needed" : session.tenant}</span>
+        <${Theme} />
+        ${session.csrf && html`<${Button} kind="small" onClick=${logOut} onError=${setError}>Log out<//>`}
+      </div>
+      <${Figures} service=${service} connected=${connected} />
+    </header>
+    <main id="main" tabindex="-1" ref=${main}>
+      <${Problem} error=${error} />
+      ${
+        !view
+          ? html`<h1>Not found</h1><p>There is no view <code>${at.name}</code>. <a href="#/jobs">Jobs</a></p>`
+          : View && html`<${View} key=${at.name} params=${at.params} query=${at.query} session=${session} models=${models} service=${service} jobs=${jobs.current} />`
+      }
+    </main>
+    <footer>Midstream ${session.version} · ${["docs", "swagger", "flower", "grafana"].filter((name) => session.links[name]).map((name) => html` <a href=${session.links[name]}>${name}</a>`)}</footer>`;
+}
+
+function App() {
+  const [session, setSession] = useState(null);
+  const [reason, setReason] = useState("");
+  const [error, setError] = useState(null);
+  const end = useCallback((why) => {
+    useSession("", () => {});
+    setSession((known) => known && { ...known, signed_in: false, csrf: "" });
+    setReason(why);
+  }, []);
+  const begin = useCallback((found) => {
+    useSession(found.csrf, (failure) => end(`The session has ended: ${failure.detail}.`));
+    setReason("");
+    setSession(found);
+  }, []);
+  const ask = useCallback(async () => {
+    try {
+      begin(await get("/session"));
+      setError(null);
+    } catch (failure) {
+      setError(failure);
+      setTimeout(ask, 2000);
+    }
+  }, []);
+  useEffect(() => {
+    ask();
+  }, []);
+  if (!session) return html`<main><${Problem} error=${error} />${!error && html`<p class="loading">Midstream is loading …</p>`}</main>`;
+  return session.signed_in ? html`<${Shell} key=${session.key} session=${session} onEnd=${end} />` : html`<${Login} onSession=${begin} reason=${reason} />`;
+}
+
+const root = document.getElementById("app");
+root.textContent = "";
+render(html`<${App} />`, root);

@@ -1,0 +1,93 @@
+"""What the page's top bar shows of the service: read once every few seconds per process, however many pages are open."""
+
+import asyncio
+import shutil
+import time
+
+import anyio.to_thread
+import msgspec
+
+from ...broker.artifacts.retention import Usage
+from ...broker.ledger.jobs import Ledger, reachable
+from ...broker.ledger.steering import Steering
+from ...schemas.base import now
+from ...schemas.compatibility import judged
+from ...schemas.feed import FeedModel, FeedService
+from ...schemas.keys import Caller, TenantView
+from ...schemas.settings import Settings
+from .disks import Disks
+
+#: Seconds for which the figures hold.
+FRESH_S = 2.0
+
+
+class ServiceFigures:
+    """Belongs to one event loop."""
+
+    def __init__(self, settings: Settings, ledger: Ledger, steering: Steering, disks: Disks, usage: Usage) -> None:
+        self._settings, self._ledger, self._steering, self._disks, self._usage = settings, ledger, steering, disks, usage
+        self._lock = asyncio.Lock()
+        self._due = 0.0
+        self._known: FeedService | None = None
+
+    async def of(self, caller: Caller) -> FeedService:
+        """The figures as the caller may see them. Raises `unavailable`."""
+        tenant = await reachable(self._ledger.tenants.view)(caller.tenant)
+        async with self._lock:
+            if self._known is None or time.monotonic() >= self._due:
+                self._known = await self._read(tenant)
+                self._due = time.monotonic() + FRESH_S
+        known = msgspec.structs.replace(self._known, tenant=tenant)
+        if caller.may("observe"):
+            return known
+        return FeedService(at=known.at, models=known.models, tenant=tenant)
+
+    async def _read(self, tenant: TenantView) -> FeedService:
+        workers = [judged(worker) for worker in await self._ledger.workers()]
+        models = []
+        for info in await self._ledger.models():
+            _, steering = await self._steering.standing(info.name, [])
+            own = [worker for worker in workers if worker.model == info.name]
+            models.append(
+                FeedModel(
+                    name=info.name,
+                    workers=len(own),
+                    healthy=sum(worker.healthy for worker in own),
+                    steered=bool(steering.entries),
+                    steering_entries=len(steering.entries),
+                    steering_version=steering.version,
+                )
+            )
+        queued, live = await self._counts()
+        free, total = await anyio.to_thread.run_sync(self._disk)
+        troubles = [f"{name}: {trouble}" for name, trouble in (await self._disks.troubles()).items()]
+        troubles += [f"worker {worker.worker}: {worker.detail or 'is not healthy'}" for worker in workers if not worker.healthy]
+        return FeedService(
+            at=now(),
+            models=models,
+            tenant=tenant,
+            tokens_s=sum(worker.stats.generated_tokens_s for worker in workers if worker.stats is not None),
+            queued=queued,
+            live=live,
+            disk_free=free,
+            disk_total=total,
+            quota_left=await anyio.to_thread.run_sync(self._usage.left),
+            troubles=troubles,
+        )
+
+    @reachable
+    async def _counts(self) -> tuple[int, int]:
+        async with self._ledger.redis.pipeline(transaction=False) as pipe:
+            pipe.hget("ms:usage", "/queued").zcard("ms:live")
+            queued, live = await pipe.execute()
+        return int(queued or 0), int(live)
+
+    def _disk(self) -> tuple[int | None, int | None]:
+        """Free bytes and all, where captures are kept."""
+        if "://" in self._settings.artifacts:
+            return None, None
+        try:
+            found = shutil.disk_usage(self._settings.artifacts)
+        except OSError:  # not on this machine, or not made yet
+            return None, None
+        return found.free, found.total

@@ -1,0 +1,87 @@
+"""The page's session: login with an API key, who is logged in, logout. The key is in one request's body, and in no address or storage."""
+
+from typing import Any
+
+import msgspec
+from litestar import Response, delete, get, post
+from litestar.datastructures import Cookie
+from litestar.params import JSONBody
+
+from ...schemas.errors import MidstreamError
+from ...schemas.keys import EVERYBODY
+from ...schemas.sessions import SessionRequest, SessionView
+from ...schemas.version import __version__
+from ..context import AppContext, context_of
+from ..web.auth import COOKIE, Visit, own_page, visit_of
+from ..web.body import JsonRequest
+from .pages import links
+
+#: A login is a key and little else.
+MAX_BODY = 4096
+NO_STORE = {"Cache-Control": "no-store"}
+
+
+@get("/session", include_in_schema=False)
+async def get_session(request: JsonRequest) -> Response[SessionView]:
+    return Response(_view(context_of(request), await visit_of(request)), headers=NO_STORE)
+
+
+@post("/session", status_code=200, include_in_schema=False, request_max_body_size=MAX_BODY)
+async def log_in(data: JSONBody[SessionRequest], request: JsonRequest) -> Response[SessionView]:
+    context = context_of(request)
+    if {"sec-fetch-site", "origin"} & request.headers.keys() and not own_page(request):
+        raise MidstreamError("cross_site", "the page of another site sent this request", field="Origin", allowed="this API's own page")
+    await context.sessions.admit(request.client.host if request.client else "")
+    key = await context.gate.key(data.key.strip())
+    if key is None:
+        raise MidstreamError(
+            "unauthorized", "the key is not valid, or has been revoked", field="key", allowed="an API key: ms_<id>_<secret>"
+        )
+    made = await context.sessions.create(key)
+    visit = await context.gate.visit(made.id)
+    if visit is None:
+        raise MidstreamError("unauthorized", "the key has just been revoked", field="key")
+    seconds = max(1, int(made.session.expires - made.session.created))
+    cookie = Cookie(
+        COOKIE, value=made.id, path="/", httponly=True, samesite="strict", secure=_secure(request, context), max_age=seconds
+    )  # fmt: skip
+    return Response(_view(context, visit), cookies=[cookie], headers=NO_STORE)
+
+
+@delete("/session", status_code=204, include_in_schema=False)
+async def log_out(request: JsonRequest) -> Response[None]:
+    """Also ends the streams that the session has open."""
+    context = context_of(request)
+    if (visit := await visit_of(request)) is not None:
+        await context.sessions.end(visit.caller.session)
+        context.key_watch.end(visit.caller.session)
+    gone = Cookie(COOKIE, value="", path="/", httponly=True, samesite="strict", secure=_secure(request, context), max_age=0)
+    return Response(None, status_code=204, cookies=[gone], headers=NO_STORE)
+
+
+def _secure(request: JsonRequest, context: AppContext) -> bool:
+    return request.url.scheme == "https" or context.settings.public_url.startswith("https:")
+
+
+def _view(context: AppContext, visit: Visit | None) -> SessionView:
+    asks = context.gate.asks
+    view = SessionView(
+        version=__version__,
+        auth="keys" if asks else "open",
+        signed_in=visit is not None or not asks,
+        links={name: url for name, (url, _) in links(context.settings).items()},
+    )
+    if visit is not None:
+        return msgspec.structs.replace(
+            view,
+            csrf=visit.session.csrf,
+            tenant=visit.caller.tenant,
+            key=visit.key.id,
+            key_name=visit.key.name,
+            scopes=visit.key.scopes,
+            expires=visit.session.expires,
+        )
+    return view if asks else msgspec.structs.replace(view, tenant=EVERYBODY.tenant, scopes=sorted(EVERYBODY.scopes))
+
+
+ROUTES: list[Any] = [get_session, log_in, log_out]

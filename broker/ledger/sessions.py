@@ -1,0 +1,86 @@
+"""Logins of the page: `ms:key-session:{name}` → packed `Session`, where `name` is the SHA-256 of the id that the browser has."""
+
+import hashlib
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ...schemas.base import from_msgpack, now, to_msgpack
+from ...schemas.errors import MidstreamError
+from ...schemas.keys import Key
+from ...schemas.sessions import SESSION_S, Session
+from .jobs import Ledger, reachable
+
+SESSION = "ms:key-session:"
+LOGINS = "ms:key-logins:"
+ID_BYTES = 32
+_ID = re.compile(r"[0-9a-f]{64}")
+
+#: Logins that one address may try in a minute. A key cannot be guessed; this bounds what trying costs.
+LOGINS_PER_MINUTE = 30
+MINUTE_S = 60
+
+
+class NewSession(NamedTuple):
+    id: str  # the browser's alone
+    session: Session
+
+
+def name_of(session_id: str) -> str | None:
+    """Under which a session is kept; None for what is no id of ours."""
+    return hashlib.sha256(session_id.encode()).hexdigest() if _ID.fullmatch(session_id) else None
+
+
+class Sessions:
+    """Sessions in the ledger's Redis. All calls raise MidstreamError("unavailable") while it is unreachable."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._redis: Any = ledger.redis
+
+    @reachable
+    async def admit(self, address: str) -> None:
+        """Count a login from `address`. Raises `rate_limited` with the wait."""
+        key = f"{LOGINS}{address}"
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.set(key, 0, ex=MINUTE_S, nx=True).incr(key).ttl(key)
+            _, tried, left = await pipe.execute()
+        if tried > LOGINS_PER_MINUTE:
+            wait = max(1, left)
+            raise MidstreamError(
+                "rate_limited", f"more than {LOGINS_PER_MINUTE} logins from this address within a minute", allowed=f"wait {wait} s",
+                retry_after=wait,
+            )  # fmt: skip
+
+    @reachable
+    async def create(self, key: Key) -> NewSession:
+        """A session of `key`, which ends with it."""
+        at = now()
+        expires = min(at + SESSION_S, key.expires or at + SESSION_S)
+        session = Session(key=key.id, sha256=key.sha256, csrf=secrets.token_hex(ID_BYTES), created=at, expires=expires)
+        session_id = secrets.token_hex(ID_BYTES)
+        await self._redis.set(f"{SESSION}{name_of(session_id)}", to_msgpack(session), px=max(1, int((expires - at) * 1000)))
+        return NewSession(session_id, session)
+
+    @reachable
+    async def get(self, name: str) -> Session | None:
+        """None for one that has ended, or that another version wrote: its user logs in again."""
+        raw = await self._redis.get(f"{SESSION}{name}")
+        try:
+            session = None if raw is None else from_msgpack(raw, Session)
+        except msgspec.DecodeError:
+            return None
+        return None if session is None or session.expires <= now() else session
+
+    @reachable
+    async def valid(self, names: Iterable[str]) -> set[str]:
+        """Those of these that have not ended; one round trip."""
+        asked = list(names)
+        found = await self._redis.mget([f"{SESSION}{name}" for name in asked]) if asked else []
+        return {name for name, raw in zip(asked, found, strict=True) if raw is not None}
+
+    @reachable
+    async def end(self, name: str) -> None:
+        await self._redis.delete(f"{SESSION}{name}")

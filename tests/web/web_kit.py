@@ -1,0 +1,202 @@
+"""A browser on the page of a real stack: real Redis, API, Celery, relay, and a worker with the fake engine.
+
+    def test_something(site: Site, visit: Visit) -> None:
+        with held(site):                                  # work stays under way until the block ends
+            job = site.alice.submit()
+            visit.log_in(site.alice)
+            expect(visit.page.get_by_text("running")).to_be_visible()
+
+Conditions are waited for (`expect`, `until`), for up to `LONG_S`; nothing depends on how fast the machine is.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import which
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect
+from stack import Stack
+
+from midstream.broker.ledger.keys import Keys, new_key
+from midstream.schemas.keys import CreatedKey, KeyRequest
+
+T = TypeVar("T")
+
+#: Only ends what hangs.
+LONG_S = 60.0
+expect.set_options(timeout=LONG_S * 1000)
+
+ADMIN = new_key()
+MODEL = "fake-model"
+WIDE, NARROW = (1280, 900), (390, 844)
+
+
+def chromium() -> str:
+    """Its path. Fails the test where there is none: a skip would hide that the page is untested."""
+    path = which("chromium")
+    if path is None:
+        pytest.fail("the browser tests need Debian's Chromium: apt-get install -y --no-install-recommends chromium", pytrace=False)
+    return path
+
+
+def launched(playwright: Playwright) -> Browser:
+    return playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-dev-shm-usage"])
+
+
+class ThreadedStack(Stack):
+    """Its ledger's loop runs in a thread of its own: Playwright has this one's."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        self._executor = ThreadPoolExecutor(1)
+        super().__init__(*arguments, **settings)
+
+    def do(self, call: Any) -> Any:
+        return self._executor.submit(super().do, call).result(LONG_S)
+
+    def stop(self) -> None:
+        self._executor.submit(super().stop).result()
+        self._executor.shutdown()
+
+
+class User:
+    """Somebody with a key, and an HTTP client that shows it."""
+
+    def __init__(self, site: "Site", tenant: str, *scopes: str, key: CreatedKey | None = None) -> None:
+        if key is None:
+            request = KeyRequest(name=f"{tenant}'s laptop", tenant=tenant, scopes=list(scopes or ("submit", "read")))  # type: ignore[arg-type]
+            key = site.stack.do(lambda ledger: Keys(ledger).create(request))
+        self.tenant, self.key, self.id = tenant, key.key, key.id
+        self.http = httpx.Client(base_url=site.url, headers={"Authorization": f"Bearer {key.key}"}, timeout=LONG_S)
+
+    def submit(self, prompts: tuple[str, ...] = ("the sky is",), **body: Any) -> str:
+        """A job's id."""
+        answer = self.http.post("/v1/jobs", json={"model": MODEL, "prompts": list(prompts), **body})
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["id"])
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        answer = self.http.post(path, json=body)
+        assert answer.is_success, answer.text
+        return dict(answer.json())
+
+    def get(self, path: str, **parameters: Any) -> dict[str, Any]:
+        answer = self.http.get(path, params=parameters)
+        assert answer.is_success, answer.text
+        return dict(answer.json())
+
+    def wait(self, job_id: str) -> dict[str, Any]:
+        """The job, once it is over."""
+        over = {"succeeded", "failed", "aborted", "cancelled"}
+        return until(lambda: view if (view := self.get(f"/v1/jobs/{job_id}"))["state"] in over else None, f"{job_id} to end")
+
+
+class Site:
+    """A stack that asks for keys, with users of two tenants and an admin."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.directory = directory
+        self.turnstile = directory / "turnstile"
+        chosen: dict[str, Any] = {"auth": "keys", "admin_key": ADMIN, "fault": f"turnstile:file={self.turnstile}"}
+        self.stack = ThreadedStack(directory, api=True, callbacks=False, **{**chosen, **settings})
+        self.url = self.stack.url
+
+    def __enter__(self) -> "Site":
+        self.stack.start()
+        self.alice, self.bob = User(self, "alice"), User(self, "bob")
+        self.operator = User(self, "default", "admin")
+        until(lambda: self.alice.get("/v1/models")["data"] or None, "a model")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.turnstile.unlink(missing_ok=True)
+        self.stack.stop()
+
+    def user(self, tenant: str, *scopes: str) -> User:
+        return User(self, tenant, *scopes)
+
+    def let(self, steps: int) -> None:
+        """Of the work that `held` holds, so many steps in all (tokens, cells) may be taken."""
+        fresh = self.turnstile.with_suffix(".new")
+        fresh.write_text(str(steps))
+        fresh.replace(self.turnstile)
+
+
+@contextmanager
+def held(site: Site, steps: int = 0) -> Iterator[Site]:
+    """Inside, the engine takes `steps` steps and no more (see `Site.let`); work that was begun ends after the block."""
+    site.let(steps)
+    try:
+        yield site
+    finally:
+        site.turnstile.unlink(missing_ok=True)
+
+
+def until(condition: Callable[[], T | None], what: str) -> T:
+    """What `condition` returns, once that is not None."""
+    deadline = time.monotonic() + LONG_S
+    while (found := condition()) is None:
+        assert time.monotonic() < deadline, f"waited {LONG_S} s for {what}"
+        time.sleep(0.05)
+    return found
+
+
+class Visit:
+    """A browser's page, and what went wrong in it: errors of the console and of scripts must be expected (`allow`)."""
+
+    def __init__(self, context: BrowserContext, url: str) -> None:
+        self.context, self.url = context, url
+        self.page: Page = context.new_page()
+        self.errors: list[str] = []
+        self._allowed: list[str] = []
+        self.page.on(
+            "console", lambda message: self.errors.append(f"{message.text} {message.location}") if message.type == "error" else None
+        )
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+
+    def allow(self, pattern: str) -> None:
+        """Errors of the console that match are part of this test, such as `401`."""
+        self._allowed.append(pattern)
+
+    def open(self, view: str = "jobs") -> None:
+        """`view`: what follows `#/`."""
+        self.page.goto(f"{self.url}/#/{view}")
+
+    def log_in(self, user: User, view: str = "jobs") -> None:
+        self.open(view)
+        self.page.get_by_label("API key").fill(user.key)
+        self.page.get_by_role("button", name="Log in").click()
+        expect(self.page.get_by_role("navigation", name="Views")).to_be_visible()
+
+    def check(self) -> None:
+        """Nothing has gone wrong that was not expected."""
+        assert [error for error in self.errors if not any(re.search(pattern, error) for pattern in self._allowed)] == []
+
+    def check_accessible(self) -> None:
+        """axe finds nothing in the page as it is shown now."""
+        results = Axe().run(self.page)
+        assert results.violations_count == 0, results.generate_report()
+
+    def check_fits(self) -> None:
+        """No horizontal scrolling of the whole page."""
+        wide, shown = self.page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+        assert wide <= shown, f"{wide} pixels on {shown}"
+
+
+@contextmanager
+def visiting(browser: Browser, url: str, size: tuple[int, int] = WIDE, scheme: str = "light") -> Iterator[Visit]:
+    """A fresh browser profile at `url`; at the end nothing unexpected may have gone wrong."""
+    context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)  # type: ignore[arg-type]
+    context.set_default_timeout(LONG_S * 1000)
+    try:
+        visit = Visit(context, url)
+        yield visit
+        visit.check()
+    finally:
+        context.close()
