@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from .schemas.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from . import lens as lens
     from .client import Answer as Answer
     from .client import AsyncClient as AsyncClient
     from .client import AsyncPatchStudy as AsyncPatchStudy
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "MidstreamError", "PatchSource", "PatchSpec",
-    "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "__version__", "harvest", "matrix",
-    "probes", "returned_rows", "samples",
+    "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "__version__", "harvest", "lens",
+    "matrix", "probes", "returned_rows", "samples",
 ]  # fmt: skip
 
 
@@ -38,6 +39,8 @@ def __getattr__(name: str) -> Any:
     """The client's names, loaded when first asked for: servers and ranks import this package without it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "lens":
+        return import_module(".lens", __name__)
     from . import client
 
     return import_module(f".client.{name}", __name__) if name in ("probes", "harvest") else getattr(client, name)

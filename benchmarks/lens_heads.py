@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from lens import MODEL, Lens, Question
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "data" / "heads.safetensors"

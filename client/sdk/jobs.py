@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, nullcontext
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -139,6 +140,11 @@ class JobCalls(Calls):
     async def models(self) -> list[str]:
         """Names of the models that are served."""
         return [entry["id"] for entry in (await self._ask(Call("GET", "/v1/models"), dict[str, Any]))["data"]]
+
+    @call
+    async def model(self, name: str) -> dict[str, Any]:
+        """The facts of one model, as `GET /v1/models/{name}` gives them. Raises `not_found`."""
+        return await self._ask(Call("GET", f"/v1/models/{quote(name, safe='')}"), dict[str, Any])
 
     @call
     async def ready(self) -> bool:

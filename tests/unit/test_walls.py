@@ -38,7 +38,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "client": (
         "__main__",
         "cli",
-        "study",
+        "study lens",
         "render",
         "stack",
         "sdk",
@@ -70,7 +70,8 @@ CODE_CARRIERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal
 TOP_LEVEL = {
     *PACKAGES,
     "tests", "benchmarks", "examples", "docs", "requirements", ".ci",
-    "__init__.py", "py.typed", "pyproject.toml", "Makefile", "README.md", "CONTRIBUTING.md", "LICENSE", "CHANGELOG.md", ".gitignore",
+    "__init__.py", "lens.py",
+    "py.typed", "pyproject.toml", "Makefile", "README.md", "CONTRIBUTING.md", "LICENSE", "CHANGELOG.md", ".gitignore",
     "compose.yaml", "compose", "deploy", "Dockerfile", ".dockerignore", ".env", "mkdocs.yml",
 }  # fmt: skip
 

@@ -1,0 +1,205 @@
+"""Next-token predictions of a run, indexed as TransformerLens' logits and fetched from the server as they are asked for."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.limits import MAX_LENS_TOKENS, MAX_LENS_TOP
+from ...schemas.readings import LensReading
+from .cache import refused
+
+#: Asks the server: (prompt, positions, most likely tokens, named tokens) → what the last layer's rows predict.
+Ask = Callable[[int, list[int], int, list[int]], LensReading]
+#: Bytes that a row takes in an answer: those of its position, and of its number of tokens; and of each token.
+_ROW_BYTES, _TOKEN_BYTES = 14, 8
+REFUSED: dict[str, str] = dict.fromkeys(
+    ("backward", "grad", "requires_grad", "retain_grad"), "there are no gradients: the numbers come from a server"
+)
+
+
+class Predictions:
+    """What is known of each position's next token, of all prompts of a run."""
+
+    def __init__(self, ask: Ask, prompts: Sequence[Sequence[int]], vocab: int, limit_kib: int):
+        self.prompts, self.vocab = [list(prompt) for prompt in prompts], vocab
+        self._ask, self._limit = ask, limit_kib << 10
+        self._top: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
+        self._known: dict[tuple[int, int], dict[int, float]] = {}
+
+    def learn(self, reading: LensReading, prompt: int) -> None:
+        """Keeps an answer of the server."""
+        for row, position in enumerate(reading.positions):
+            place = prompt, position
+            top = reading.top_tokens[0][row], reading.top_logprobs[0][row]
+            if len(top[0]) > len(self._top.get(place, ([], []))[0]):
+                self._top[place] = top
+            known = self._known.setdefault(place, {})
+            known.update(zip(*top, strict=True))
+            if reading.named_tokens:
+                known.update(zip(reading.named_tokens, reading.named_logprobs[0][row], strict=True))
+
+    def top(self, place: tuple[int, int], count: int) -> tuple[list[int], list[float]]:
+        """The `count` most likely tokens, most likely first, and their log-probabilities."""
+        ids, values = self._top[place]
+        return ids[:count], values[:count]
+
+    def need_top(self, places: Iterable[tuple[int, int]], count: int) -> None:
+        self._fetch([place for place in places if len(self._top.get(place, ([], []))[0]) < count], count, [])
+
+    def value(self, place: tuple[int, int], token: int) -> float:
+        return self._known[place][token]
+
+    def need(self, places: Iterable[tuple[int, int]], tokens: Sequence[int]) -> None:
+        """Asks for what is not known: the tokens that some place lacks, of the places that lack any, in as few requests as hold them."""
+        wanted = dict.fromkeys(places)
+        lacking = {place: [token for token in tokens if token not in self._known.get(place, {})] for place in wanted}
+        missing = list(dict.fromkeys(token for each in lacking.values() for token in each))
+        for start in range(0, len(missing), MAX_LENS_TOKENS):
+            part = missing[start : start + MAX_LENS_TOKENS]
+            self._fetch([place for place, each in lacking.items() if not set(part).isdisjoint(each)], 1, part)
+
+    def _fetch(self, places: Sequence[tuple[int, int]], top: int, tokens: list[int]) -> None:
+        rows = max(1, self._limit // (_ROW_BYTES + _TOKEN_BYTES * (top + len(tokens))))
+        of_prompt: dict[int, list[int]] = {}
+        for prompt, position in places:
+            of_prompt.setdefault(prompt, []).append(position)
+        for prompt, positions in of_prompt.items():
+            ordered = sorted(set(positions))
+            for start in range(0, len(ordered), rows):
+                self.learn(self._ask(prompt, ordered[start : start + rows], top, tokens), prompt)
+
+
+class Logits:
+    """`logits[0, -1, token]`: float32 log-probabilities of next tokens, in nats: the model's logits less a constant of each position.
+
+    So differences of two tokens' logits, softmax, argmax and ranks are those of the logits. `shape` is `[batch, pos, d_vocab]`. The first
+    axes take numbers, slices and lists; the last one takes token ids, since whole rows do not leave the server: `topk` gives the most
+    likely ones. What is asked for and not known yet takes a request of its own.
+    """
+
+    def __init__(self, known: Predictions, places: np.ndarray | None = None, probabilities: bool = False):
+        self._known, self._probabilities = known, probabilities
+        if places is None:
+            count, length = len(known.prompts), len(known.prompts[0])
+            places = np.arange(count * length).reshape(count, length)
+        self._places = places  # `[…]`: prompt · length + position
+
+    def __repr__(self) -> str:
+        return f"Logits(shape={list(self.shape)}, {'probabilities' if self._probabilities else 'log-probabilities'})"
+
+    def __getattr__(self, name: str) -> Any:
+        raise refused(REFUSED, type(self).__name__, name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self._places.shape, self._known.vocab)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        raise invalid("tokens", "whole rows of logits do not leave the server", allowed=_ALLOWED)
+
+    def __getitem__(self, key: Any) -> Any:
+        keys = list(key) if isinstance(key, tuple) else [key]
+        dots = [number for number, each in enumerate(keys) if each is Ellipsis]
+        if len(dots) > 1 or len(keys) - len(dots) > self.ndim:
+            raise IndexError(f"too many indices: the shape is {list(self.shape)}")
+        for at in dots:
+            keys[at : at + 1] = [slice(None)] * (self.ndim - len(keys) + 1)
+        tokens = keys.pop() if len(keys) == self.ndim else None
+        places = self._places[tuple(keys)] if keys else self._places
+        if tokens is None or (isinstance(tokens, slice) and tokens == slice(None)):
+            return Logits(self._known, np.asarray(places), self._probabilities)
+        return self._values(np.asarray(places), self._ids(tokens))
+
+    def _ids(self, tokens: Any) -> np.ndarray:
+        """int64, 0-d for one token. Raises MidstreamError for what is no token id."""
+        if isinstance(tokens, slice):
+            tokens = range(*tokens.indices(self._known.vocab))
+            if len(tokens) > MAX_LENS_TOKENS:
+                raise invalid("tokens", f"{len(tokens)} tokens are asked for at once", allowed=f"up to {MAX_LENS_TOKENS}; or topk")
+        ids = np.asarray(tokens)
+        if ids.dtype.kind not in "iu" or ids.ndim > 1:
+            raise invalid("tokens", f"{str(tokens)[:80]} are not token ids", allowed=_ALLOWED)
+        vocab = self._known.vocab
+        if ids.size and not (-vocab <= ids.min() and ids.max() < vocab):
+            raise invalid("tokens", f"a token id is out of range: {ids.min()} to {ids.max()}", allowed=f"0 to {vocab - 1}")
+        return np.where(ids < 0, ids + vocab, ids)
+
+    def _where(self, places: np.ndarray) -> list[tuple[int, int]]:
+        length = len(self._known.prompts[0])
+        return [divmod(place, length) for place in places.ravel().tolist()]
+
+    def _values(self, places: np.ndarray, ids: np.ndarray) -> Any:
+        """float32 `[places…, ids…]`."""
+        where, tokens = self._where(places), ids.ravel().tolist()
+        self._known.need(where, tokens)
+        found = np.array([[self._known.value(place, token) for token in tokens] for place in where], dtype=np.float32)
+        shaped = self._given(found).reshape((*places.shape, *ids.shape))
+        return shaped[()]
+
+    def _given(self, logprobs: np.ndarray) -> np.ndarray:
+        return np.exp(logprobs) if self._probabilities else logprobs
+
+    def topk(self, k: int, dim: int = -1) -> tuple[np.ndarray, np.ndarray]:
+        """(values float32 `[…, k]`, token ids int64 `[…, k]`), most likely first; `k` up to 100."""
+        self._of_tokens(dim)
+        if not 1 <= k <= MAX_LENS_TOP:
+            raise invalid("k", f"{k} is out of range", allowed=f"1 to {MAX_LENS_TOP}")
+        where = self._where(self._places)
+        self._known.need_top(where, k)
+        found = [self._known.top(place, k) for place in where]
+        shape = *self._places.shape, k
+        values = self._given(np.array([each[1] for each in found], dtype=np.float32)).reshape(shape)
+        return values, np.array([each[0] for each in found], dtype=np.int64).reshape(shape)
+
+    def argmax(self, dim: int = -1) -> Any:
+        """The most likely token: int64 `[…]`."""
+        return self.topk(1, dim)[1][..., 0][()]
+
+    def log_softmax(self, dim: int = -1) -> "Logits":
+        """Log-probabilities, which these are."""
+        self._of_tokens(dim)
+        return Logits(self._known, self._places)
+
+    def softmax(self, dim: int = -1) -> "Logits":
+        """The same as probabilities."""
+        self._of_tokens(dim)
+        return Logits(self._known, self._places, probabilities=True)
+
+    def _of_tokens(self, dim: int) -> None:
+        if dim not in (-1, self.ndim - 1):
+            raise invalid("dim", f"{dim} is not the axis of tokens", allowed=f"-1 or {self.ndim - 1}")
+
+    def loss(self, per_token: bool = False) -> Any:
+        """Mean cross-entropy of each next token of the prompts, in nats; `per_token`: float32 `[batch, pos - 1]`.
+
+        Raises MidstreamError for a part of the logits, and for prompts of one token.
+        """
+        prompts = self._known.prompts
+        if self._places.shape != (len(prompts), len(prompts[0])):
+            raise invalid("loss", "is of whole prompts", allowed="the logits as run_with_cache returned them")
+        if len(prompts[0]) < 2:
+            raise MidstreamError("invalid_request", "a prompt of one token has no next token", field="prompt", allowed="two tokens or more")
+        for number, prompt in enumerate(prompts):
+            behind = list(enumerate(prompt[1:]))
+            distinct = list(dict.fromkeys(prompt[1:]))
+            for start in range(0, len(distinct), MAX_LENS_TOKENS):
+                part = set(distinct[start : start + MAX_LENS_TOKENS])
+                self._known.need([(number, position) for position, token in behind if token in part], sorted(part))
+        losses = [
+            [-self._known.value((number, position), token) for position, token in enumerate(prompt[1:])]
+            for number, prompt in enumerate(prompts)
+        ]
+        found = np.array(losses, dtype=np.float32)
+        return found if per_token else np.float32(found.mean())
+
+
+_ALLOWED = "token ids, as in logits[0, -1, [10, 20]]; or logits[0, -1].topk(k)"

@@ -1,0 +1,172 @@
+"""TransformerLens' names of activations, the hook points that hold them, and what a served model has of them."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ...schemas.banks import BANK, OF_HEADS, RowShape
+from ...schemas.errors import MidstreamError, invalid
+from ...schemas.selectors import FORWARD, INSIDE, Hook
+
+#: Names within a block, in the order in which a forward meets them → the hook points whose rows make the activation.
+BLOCK: dict[str, tuple[Hook, ...]] = {
+    "hook_resid_pre": ("pre_attn",),
+    "attn.hook_q": ("q_proj",),
+    "attn.hook_k": ("k_proj",),
+    "attn.hook_v": ("v",),
+    "attn.hook_rot_q": ("q",),
+    "attn.hook_rot_k": ("k",),
+    "attn.hook_pattern": ("q", "k"),
+    "attn.hook_z": ("z",),
+    "hook_attn_out": ("attn_out",),
+    "hook_resid_mid": ("post_attn",),
+    "mlp.hook_post": ("mlp_act",),
+    "hook_mlp_out": ("mlp_out",),
+    "hook_resid_post": ("post_block",),
+}  # fmt: skip
+PATTERN = "attn.hook_pattern"
+#: TransformerLens' short names: the part behind `hook_`, and its own other words for some.
+SHORT: dict[str, str] = {name.rpartition("hook_")[2]: name for name in BLOCK} | {
+    "attn": PATTERN, "query": "attn.hook_q", "key": "attn.hook_k", "value": "attn.hook_v", "mlp_post": "mlp.hook_post",
+}  # fmt: skip
+#: Activations that TransformerLens has and Midstream does not: what their names end with → why, and what there is.
+ABSENT: dict[str, str] = {
+    "hook_embed": "embeddings are served with positions added: blocks.0.hook_resid_pre is their sum",
+    "hook_pos_embed": "embeddings are served with positions added: blocks.0.hook_resid_pre is their sum",
+    "hook_attn_scores": "scores before the softmax are not served: attn.hook_pattern is, and so are attn.hook_rot_q and attn.hook_rot_k",
+    "hook_result": "what each head adds to the stream needs its weights, which are not served: attn.hook_z is what enters them",
+    "hook_pre": "MLPs are read where they enter the down projection: mlp.hook_post",
+    "hook_pre_linear": "MLPs are read where they enter the down projection: mlp.hook_post",
+    "hook_scale": "the scales of norms are not served",
+    "hook_normalized": "what norms give is not served",
+}
+_FULL = re.compile(r"blocks\.(?P<layer>\d{1,6})\.(?P<name>.+)")
+
+#: As users name an activation: `blocks.3.hook_z`, or a short name with its layer, such as `("z", 3)`.
+Key = str | tuple[Any, ...]
+
+
+class Site(NamedTuple):
+    """One activation: a name of `BLOCK` in one layer."""
+
+    name: str
+    layer: int
+
+    @property
+    def full(self) -> str:
+        """As TransformerLens writes it."""
+        return f"blocks.{self.layer}.{self.name}"
+
+
+class Attending(msgspec.Struct):
+    """Attention of some layers, as far as it is needed here."""
+
+    heads: int = 0
+    head_dim: int = 0
+
+
+class Card(msgspec.Struct):
+    """The answer of `GET /v1/models/{name}`, as far as it is needed here."""
+
+    id: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    hooks: list[str]
+    memory_limit_kib: int = 0
+    readings: dict[str, str] = {}
+    absent: dict[str, str] = {}
+    inside: dict[str, RowShape] = {}
+    attention: list[Attending] = []
+
+    def has(self, name: str) -> bool:
+        """Whether an activation of this name of `BLOCK` can be had."""
+        return all(hook in self.hooks for hook in BLOCK[name])
+
+    def why_not(self, name: str) -> str:
+        """Why it cannot."""
+        missing = next(hook for hook in BLOCK[name] if hook not in self.hooks)
+        start = f"{missing} is not served"
+        if missing in self.absent:
+            return f"{start}: {self.absent[missing]}"
+        return f"{start}: the worker's setting hooks must name it, or `inside`" if missing in INSIDE else start
+
+    def shape(self, hook: Hook) -> tuple[int, ...]:
+        """Of one token's row: `[heads, width]` of a hook that has heads, otherwise `[width]`."""
+        row = self.inside.get(hook)
+        if row is None:
+            return (self.hidden_size,)
+        return (row.heads, row.width) if BANK[hook] in OF_HEADS else (row.size,)
+
+    def sites(self) -> list[Site]:
+        """All activations that can be had, layer by layer in the order in which a forward meets them."""
+        names = [name for name in BLOCK if self.has(name)]
+        return [Site(name, layer) for layer in range(self.num_layers) for name in names]
+
+
+def site_of(key: Key, card: Card, field: str = "name") -> Site:
+    """The activation that a key names. Raises MidstreamError naming `field`: what is wrong with it, and what is valid."""
+    if isinstance(key, str) and (match := _FULL.fullmatch(key)):
+        name, layer = match["name"], int(match["layer"])
+    elif isinstance(key, tuple) and len(key) in (2, 3) and isinstance(key[0], str) and _is_number(key[1]):
+        name, layer = SHORT.get(key[0], key[0]), int(key[1])
+    elif isinstance(key, str) and (why := _absent(key)):
+        raise invalid(field, f"{key!r}: {why}")
+    else:
+        allowed = 'a full name such as "blocks.0.hook_resid_post", or a short one with its layer such as ("resid_post", 0)'
+        raise invalid(field, f"{str(key)[:80]!r} does not name an activation", allowed=allowed)
+    if name not in BLOCK:
+        if why := _absent(name):
+            raise invalid(field, f"{name!r}: {why}")
+        raise invalid(field, f"no activation is called {name[:80]!r}", allowed=", ".join(each for each in BLOCK if card.has(each)))
+    if not -card.num_layers <= layer < card.num_layers:
+        raise invalid(field, f"layer {layer} is out of range", allowed=f"0 to {card.num_layers - 1}")
+    if not card.has(name):
+        raise MidstreamError("not_found", f"{name}: {card.why_not(name)}", field=field)
+    return Site(name, layer % card.num_layers)
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _absent(name: str) -> str:
+    """Why there is no such activation; empty for a name that TransformerLens does not have either."""
+    return ABSENT.get(name.rpartition(".")[2], "") or ABSENT.get(f"hook_{name}", "")
+
+
+#: As of `run_with_cache`: all, one, several, or a function that says which.
+Filter = None | str | Sequence[Key] | Callable[[str], bool]
+
+
+def chosen(wanted: Filter, card: Card, field: str = "names_filter") -> list[Site]:
+    """The activations that a filter names, in the order of a forward. Raises MidstreamError as `site_of` does, and where there is none."""
+    if wanted is None:
+        return card.sites()
+    if callable(wanted):
+        found = [site for site in card.sites() if wanted(site.full)]
+    else:
+        keys: Iterable[Key] = [wanted] if isinstance(wanted, str) or _is_pair(wanted) else wanted  # type: ignore[list-item]
+        named = {site_of(key, card, f"{field}[{number}]") for number, key in enumerate(keys)}
+        found = [site for site in card.sites() if site in named]
+    if not found:
+        raise invalid(field, "names no activation", allowed=", ".join(name for name in BLOCK if card.has(name)) + ", each of a block")
+    return found
+
+
+def _is_pair(wanted: Any) -> bool:
+    return isinstance(wanted, tuple) and len(wanted) in (2, 3) and _is_number(wanted[1])
+
+
+def hooks_of(sites: Iterable[Site]) -> dict[Hook, list[int]]:
+    """The hook points and layers that must be captured for these."""
+    found: dict[Hook, set[int]] = {}
+    for site in sites:
+        for hook in BLOCK[site.name]:
+            found.setdefault(hook, set()).add(site.layer)
+    return {hook: sorted(found[hook]) for hook in FORWARD if hook in found}
