@@ -29,8 +29,8 @@ function failed(status, problem, retryAfter = null) {
   return error;
 }
 
-async function call(method, path, body, signal) {
-  const headers = { accept: "application/json", "x-midstream-csrf": csrf };
+async function call(method, path, body, signal, more = {}) {
+  const headers = { accept: "application/json", "x-midstream-csrf": csrf, ...more };
   if (body !== undefined) headers["content-type"] = "application/json";
   let answer;
   try {
@@ -57,7 +57,7 @@ async function problemOf(answer) {
 const parsed = async (answer) => (answer.status === 204 ? null : answer.json());
 
 export const get = async (path, { signal } = {}) => parsed(await call("GET", path, undefined, signal));
-export const post = async (path, body = {}, { signal } = {}) => parsed(await call("POST", path, body, signal));
+export const post = async (path, body = {}, { signal, headers } = {}) => parsed(await call("POST", path, body, signal, headers));
 export const put = async (path, body = {}, { signal } = {}) => parsed(await call("PUT", path, body, signal));
 export const del = async (path, { signal } = {}) => parsed(await call("DELETE", path, undefined, signal));
 /** The answer itself, for bytes: `(await raw(path)).arrayBuffer()`. */
@@ -112,10 +112,10 @@ const pause = (seconds, signal) =>
  * Reads server-sent events: `onEvent({event, data, id})`, `data` parsed as JSON where it is JSON.
  * Resolves at the stream's end, at `[DONE]`, and when `signal` aborts; throws ApiError for a refusal and for an `error` event.
  * `reconnect`: connect again with growing pauses when the connection is lost or ends (for feeds without end), from the last id;
- * `onState(connected, error)` says which.
+ * `onState(connected, error)` says which. `after`: the id of the last event that is known.
  */
-export async function sse(path, { method = "GET", body, onEvent, signal, reconnect = false, onState = () => {} }) {
-  let last = null;
+export async function sse(path, { method = "GET", body, onEvent, signal, reconnect = false, after = null, onState = () => {} }) {
+  let last = after;
   let wait = 0.5;
   for (;;) {
     try {

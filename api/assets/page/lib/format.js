@@ -37,3 +37,6 @@ export function bytes(value) {
 
 export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(share * 100)} %`);
 export const time = (moment) => (moment ? new Date(moment * 1000).toLocaleString() : "–");
+
+/** `1 cell`, `1,200 cells`. */
+export const count = (many, thing) => `${number(many)} ${thing}${many === 1 ? "" : "s"}`;

@@ -1,0 +1,178 @@
+// A heatmap on a canvas: rows of tokens, columns of layers. Whatever the rate of updates, it is drawn once per animation frame.
+
+/** ColorBrewer's RdBu, reversed: blue below, white in the middle, red above; told apart by people who are blind to some colours. */
+const STOPS = [
+  [5, 48, 97], [33, 102, 172], [67, 147, 195], [146, 197, 222], [209, 229, 240], [247, 247, 247],
+  [253, 219, 199], [244, 165, 130], [214, 96, 77], [178, 24, 43], [103, 0, 31],
+];
+
+/** `share` from −1 to 1, cut off there. */
+export function colour(share) {
+  const at = (Math.min(1, Math.max(-1, share)) + 1) * ((STOPS.length - 1) / 2);
+  const below = Math.min(Math.floor(at), STOPS.length - 2);
+  return `rgb(${STOPS[below].map((part, n) => Math.round(part + (STOPS[below + 1][n] - part) * (at - below))).join(",")})`;
+}
+
+const LABELS = 88; // CSS pixels for the tokens
+const AXIS = 22; // and for the layers' numbers
+const ROW = [0.25, 18]; // least and greatest height of a row
+const HEIGHT = 640; // of all rows, where that leaves them ROW[1]
+const CELL = [0.25, 26];
+const FONT = 10;
+const MOST = 16000; // device pixels of a canvas that browsers draw
+
+export class Heatmap {
+  /**
+   * `source`: {rows: names of tokens, columns: names of layers, at(row, column) → share from −1 to 1, NaN: no value, null: not there yet,
+   * scale() → text that changes when all shares do}.
+   */
+  constructor(canvas, source, width, { ratio = globalThis.devicePixelRatio || 1, schedule = (draw) => requestAnimationFrame(draw) } = {}) {
+    this.canvas = canvas;
+    this.schedule = schedule;
+    this.frames = 0; // drawn
+    this.drawn = 0; // cells
+    this.dirty = new Set();
+    this.all = false;
+    this.pending = false;
+    this.closed = false;
+    this.ratio = ratio;
+    this.show(source, width);
+  }
+
+  /** Another source, or another width in CSS pixels. */
+  show(source, width) {
+    this.source = source;
+    const [rows, columns] = [source.rows.length, source.columns.length];
+    this.left = Math.min(LABELS, Math.max(24, width / 3));
+    this.cell = Math.min(CELL[1], Math.max(CELL[0], (width - this.left - 2) / columns));
+    this.row = Math.min(ROW[1], Math.max(ROW[0], HEIGHT / rows));
+    this.width = Math.ceil(this.left + this.cell * columns + 2);
+    this.height = Math.ceil(this.row * rows + AXIS);
+    const ratio = Math.min(this.ratio, MOST / this.height, MOST / this.width);
+    this.canvas.width = Math.round(this.width * ratio);
+    this.canvas.height = Math.round(this.height * ratio);
+    this.canvas.style.width = `${this.width}px`;
+    this.canvas.style.height = `${this.height}px`;
+    this.context = this.canvas.getContext("2d");
+    this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    this.markAll();
+  }
+
+  mark(row, column) {
+    this.dirty.add(row * this.source.columns.length + column);
+    this.soon();
+  }
+
+  markAll() {
+    this.all = true;
+    this.soon();
+  }
+
+  soon() {
+    if (this.pending || this.closed) return;
+    this.pending = true;
+    this.schedule(() => {
+      this.pending = false;
+      if (!this.closed) this.draw();
+    });
+  }
+
+  draw() {
+    const scale = this.source.scale();
+    const columns = this.source.columns.length;
+    this.frames += 1;
+    if (this.all || scale !== this.scale) {
+      this.context.clearRect(0, 0, this.width, this.height);
+      this.drawLabels();
+      for (let row = 0; row < this.source.rows.length; row += 1) for (let column = 0; column < columns; column += 1) this.drawCell(row, column);
+    } else {
+      for (const index of this.dirty) this.drawCell(Math.floor(index / columns), index % columns);
+    }
+    this.scale = scale;
+    this.all = false;
+    this.dirty.clear();
+  }
+
+  /** {left, top, width, height} of a cell, or of a rectangle of cells, in CSS pixels of the canvas. */
+  box(row, column, rows = 1, columns = 1) {
+    return { left: this.left + column * this.cell, top: row * this.row, width: columns * this.cell, height: rows * this.row };
+  }
+
+  /** The cell at a point of the canvas in CSS pixels; null: none is there. */
+  hit(x, y) {
+    const [row, column] = [Math.floor(y / this.row), Math.floor((x - this.left) / this.cell)];
+    return row >= 0 && column >= 0 && row < this.source.rows.length && column < this.source.columns.length ? { row, column } : null;
+  }
+
+  drawCell(row, column) {
+    const { context } = this;
+    const share = this.source.at(row, column);
+    const { left, top, width, height } = this.box(row, column);
+    const gap = width > 5 && height > 5 ? 0.5 : 0;
+    context.clearRect(left, top, width, height);
+    this.drawn += 1;
+    const [x, y, w, h] = [left + gap, top + gap, width - 2 * gap, height - 2 * gap];
+    if (share === null) {
+      context.fillStyle = this.ink(0.35); // a dot, unlike the white of a cell in which nothing changes
+      if (w > 5 && h > 5) context.fillRect(x + w / 2 - 1, y + h / 2 - 1, 2, 2);
+    } else if (Number.isNaN(share)) {
+      context.fillStyle = "#d4d4d4";
+      context.fillRect(x, y, w, h);
+      context.save();
+      context.beginPath();
+      context.rect(x, y, w, h);
+      context.clip();
+      context.strokeStyle = "#777";
+      context.lineWidth = 1;
+      context.beginPath();
+      for (let from = -h; from < w; from += 5) {
+        context.moveTo(x + from, y + h);
+        context.lineTo(x + from + h, y);
+      }
+      context.stroke();
+      context.restore();
+    } else {
+      context.fillStyle = colour(share);
+      context.fillRect(x, y, w, h);
+    }
+  }
+
+  /** The text's colour, more or less transparent. */
+  ink(alpha) {
+    const text = this.source.ink ? this.source.ink() : getComputedStyle(this.canvas).color;
+    const parts = text.match(/\d+(\.\d+)?/g) || [0, 0, 0];
+    return `rgba(${parts.slice(0, 3).join(",")},${alpha})`;
+  }
+
+  drawLabels() {
+    const { context, source } = this;
+    context.font = `${FONT}px system-ui, sans-serif`;
+    context.fillStyle = this.ink(1);
+    context.textBaseline = "middle";
+    context.textAlign = "right";
+    const every = Math.max(1, Math.ceil((FONT + 1) / this.row));
+    for (let row = 0; row < source.rows.length; row += every) {
+      let text = source.rows[row];
+      while (text.length > 3 && context.measureText(text).width > this.left - 6) text = `${text.slice(0, -2)}…`;
+      context.fillText(text, this.left - 5, (row + 0.5) * this.row);
+    }
+    context.textAlign = "center";
+    const widest = Math.max(...source.columns.map((name) => String(name).length)) * 7 + 6;
+    const step = Math.max(1, Math.ceil(widest / this.cell));
+    for (let column = 0; column < source.columns.length; column += step) {
+      context.fillText(String(source.columns[column]), this.left + (column + 0.5) * this.cell, source.rows.length * this.row + AXIS / 2 + 2);
+    }
+  }
+
+  close() {
+    this.closed = true;
+  }
+}
+
+/** A colour bar from −1 to 1 at (x, y) of a context. */
+export function drawScale(context, x, y, width, height) {
+  for (let at = 0; at < width; at += 1) {
+    context.fillStyle = colour((at / (width - 1)) * 2 - 1);
+    context.fillRect(x + at, y, 1, height);
+  }
+}

@@ -1,0 +1,54 @@
+// Files that the browser makes of a grid.
+
+import { MEANING, hookTitle, shareOf, shown } from "./grid.js";
+import { Heatmap, drawScale } from "./heatmap.js";
+
+const [PANEL, GAP, HEAD, FOOT, LINE, RATIO] = [420, 16, 46, 44, 14, 2];
+
+/** Has the browser save a blob (or a promise of one) under a name. */
+export async function save(name, blob) {
+  const url = URL.createObjectURL(await blob);
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+/** All hooks side by side on white, with title and scale: a promise of a PNG. */
+export function picture(grid, pair, title) {
+  const ink = () => "rgb(20,20,20)";
+  const panels = grid.hooks.map((hook) => {
+    const source = { rows: grid.names(pair), columns: grid.layers, scale: () => "", at: (row, column) => shareOf(grid, pair, hook, column, row), ink };
+    const map = new Heatmap(document.createElement("canvas"), source, PANEL, { ratio: RATIO, schedule: (draw) => draw() });
+    return { hook, map };
+  });
+  const width = Math.max(480, panels.reduce((sum, { map }) => sum + map.width + GAP, GAP));
+  const height = HEAD + Math.max(...panels.map(({ map }) => map.height)) + FOOT;
+  const canvas = document.createElement("canvas");
+  canvas.width = width * RATIO;
+  canvas.height = height * RATIO;
+  const context = canvas.getContext("2d");
+  context.scale(RATIO, RATIO);
+  context.fillStyle = "white";
+  context.fillRect(0, 0, width, height);
+  context.fillStyle = ink();
+  context.font = "11px system-ui, sans-serif";
+  context.textBaseline = "top";
+  context.fillText(title, GAP, 8, width - 2 * GAP);
+  let left = GAP;
+  for (const { hook, map } of panels) {
+    context.fillText(hookTitle(hook), left + map.left, 8 + 1.5 * LINE);
+    context.drawImage(map.canvas, left, HEAD, map.width, map.height);
+    map.close();
+    left += map.width + GAP;
+  }
+  const [low, high] = grid.limits(pair).map(shown);
+  const noise = grid.noise(pair);
+  const below = height - FOOT + 12;
+  context.fillText(low, GAP, below);
+  drawScale(context, GAP + 50, below, 160, 10);
+  context.fillStyle = ink();
+  context.fillText(`${high}   ${MEANING[grid.metric]}; white: unpatched; hatched: no value${noise ? `; noise ${noise.text}` : ""}`, GAP + 220, below, width - GAP - 230);
+  return new Promise((resolve, reject) => canvas.toBlob((blob) => (blob ? resolve(blob) : reject(new Error("this browser cannot make a PNG of this size"))), "image/png"));
+}

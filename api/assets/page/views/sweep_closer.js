@@ -1,0 +1,53 @@
+// A closer look at part of a grid: what it would run, as the server says, and the button that runs it.
+
+import { get, post } from "../lib/api.js";
+import { Button, Problem, html, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
+import { count } from "../lib/format.js";
+import { hookTitle } from "../lib/grid.js";
+import { closer } from "../lib/sweep_request.js";
+
+export function Closer({ grid, request, part, pair, close }) {
+  const [byHead, setByHead] = useState(false);
+  const [heads, setHeads] = useState(false); // whether the model's heads can be patched
+  const [plan, setPlan] = useState(null);
+  const [error, setError] = useState(null);
+  const area = useRef(null);
+  const asked = useMemo(() => {
+    if (!request) return { failure: new Error("the server that accepted this sweep did not keep its request, so there is no closer look") };
+    try {
+      return { body: closer(request, grid.result, part, byHead) };
+    } catch (failure) {
+      return { failure };
+    }
+  }, [request, part, byHead]);
+
+  useEffect(() => {
+    if (area.current && area.current.ownerDocument.activeElement?.closest(".cells")) area.current.querySelector("h2").focus();
+    if (!request || grid.result.axis !== "position") return;
+    get(`/v1/models/${encodeURIComponent(request.model)}`).then((model) => setHeads(model.hooks.includes("z")), () => {});
+  }, []);
+  useEffect(() => {
+    setPlan(null);
+    setError(null);
+    if (!asked.body) return undefined;
+    const stop = new AbortController();
+    post("/v1/sweeps/plan", asked.body, { signal: stop.signal }).then(setPlan, (failure) => failure.name !== "AbortError" && setError(failure));
+    return () => stop.abort();
+  }, [asked]);
+
+  const start = async () => {
+    const job = await post("/v1/sweeps", asked.body);
+    location.hash = `#/sweep/${job.id}`;
+  };
+  const names = grid.names(pair);
+  const span = ([first, last], of) => (first === last ? of[first] : `${of[first]} to ${of[last]}`);
+  return html`<section class="closer" aria-label="Closer look" ref=${area} onKeyDown=${(event) => event.key === "Escape" && close()}>
+    <h2 tabindex="-1">Closer look</h2>
+    <p>${hookTitle(part.hook)}, layers ${span(part.rows, grid.layers)}, ${span(part.columns, names)}</p>
+    ${heads && html`<p><label><input type="radio" name="closer" checked=${!byHead} onChange=${() => setByHead(false)} /> each token and layer by itself</label>
+      <label><input type="radio" name="closer" checked=${byHead} onChange=${() => setByHead(true)} /> the heads of these layers</label></p>`}
+    <p role="status">${plan ? `${count(plan.cells, "cell")}: ${plan.layers.length > 1 ? `layers ${plan.layers[0]} to` : "layer"} ${plan.layers[plan.layers.length - 1]}, ${count(plan.pairs[0].columns.length, "column")}.` : asked.body && !error ? "Asking the server …" : ""}</p>
+    <${Problem} error=${asked.failure || error} />
+    <p><${Button} kind="main" disabled=${!plan} onClick=${start} onError=${setError}>Run the closer look<//> <${Button} onClick=${close}>Close<//></p>
+  </section>`;
+}

@@ -1,0 +1,243 @@
+// The form of a sweep: what the server would run is shown, with both prompts' tokens aligned, before anything runs.
+
+import { get, post } from "../lib/api.js";
+import { Button, Field, Problem, html, useCallback, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
+import { count, number } from "../lib/format.js";
+import { hookTitle, written } from "../lib/grid.js";
+import { layout, linksOf } from "../lib/align.js";
+import { EXAMPLE, TEXTS, blankForm, emptyPair, formOf, lacking, requestOf } from "../lib/sweep_request.js";
+
+/** Milliseconds without a key before the server is asked. */
+const PAUSE = 300;
+const MOST_PAIRS = 256;
+const CHOICES = {
+  metric: { recovered: "recovered: share of the way", logit_diff: "logit_diff: log P(answer) − log P(foil)", logprob: "logprob: log P(answer)", kl: "kl: any change of the next token" },
+  direction: { denoise: "denoise: clean into corrupt", noise: "noise: corrupt into clean" },
+  ablation: { "": "none: rows of the other prompt", zeros: "zeros, without a second prompt", mean: "mean of the prompt's own rows, without a second prompt" },
+  axis: { position: "position: a token each", together: "together: all positions at once", head: "head: a head each", head_position: "head_position: a head at a position each", neuron: "neuron (name them below)" },
+  alignment: { auto: "auto: only tokens that correspond", left: "left: counted from the beginning", right: "right: counted from the end" },
+};
+/** Our name of a hook point that a request calls by TransformerLens' name. */
+const OURS = { resid_pre: "pre_attn", resid_mid: "post_attn", resid_post: "post_block", rot_q: "q", rot_k: "k", mlp_post: "mlp_act", "mlp.hook_post": "mlp_act", hook_q: "q_proj", hook_k: "k_proj" };
+function ours(name) {
+  const part = name.replace(/^attn\./, "");
+  const bare = part.replace(/^hook_/, "");
+  return OURS[part] || OURS[bare] || bare;
+}
+
+export default function Form({ like }) {
+  const [models, setModels] = useState(null);
+  const [form, setForm] = useState(null);
+  const [problem, setProblem] = useState(null);
+  const [plan, setPlan] = useState({});
+  const sent = useRef({});
+
+  useEffect(() => {
+    const stop = new AbortController();
+    Promise.all([get("/v1/models", { signal: stop.signal }), like ? get(`/v1/sweeps/${encodeURIComponent(like)}`, { signal: stop.signal }) : null])
+      .then(([{ data }, view]) => {
+        setModels(data);
+        if (view && !view.request) throw new Error("the server that accepted this sweep did not keep its request");
+        setForm(view ? formOf(view.request) : blankForm(data[0] ? data[0].id : "", data[0] && data[0].hooks.includes("post_block") ? ["post_block"] : []));
+      })
+      .catch((error) => {
+        if (error.name === "AbortError") return;
+        setProblem(error);
+        setModels((known) => known || []);
+        setForm((known) => known || blankForm());
+      });
+    return () => stop.abort();
+  }, [like]);
+
+  const asked = useMemo(() => (form ? requestOf(form) : {}), [form]);
+  const wanting = form ? lacking(asked) : "";
+  const body = asked.request && !wanting ? JSON.stringify(asked.request) : "";
+
+  useEffect(() => {
+    setPlan(({ found }) => (body && found ? { found, stale: true } : {}));
+    if (!body) return undefined;
+    const stop = new AbortController();
+    const timer = setTimeout(async () => {
+      try {
+        setPlan({ found: await post("/v1/sweeps/plan", JSON.parse(body), { signal: stop.signal }) });
+      } catch (error) {
+        if (error.name !== "AbortError") setPlan({ error });
+      }
+    }, PAUSE);
+    return () => {
+      clearTimeout(timer);
+      stop.abort();
+    };
+  }, [body]);
+
+  const change = useCallback((name, value) => {
+    setProblem(null);
+    setForm((known) => ({ ...known, [name]: value }));
+  }, []);
+  const changePair = useCallback((index, name, value) => {
+    setProblem(null);
+    setForm((known) => ({ ...known, pairs: known.pairs.map((pair, n) => (n === index ? { ...pair, [name]: value } : pair)) }));
+  }, []);
+
+  if (!form) return html`<h1>New sweep</h1><${Problem} error=${problem} />${!problem && html`<p class="loading">Loading the models …</p>`}`;
+
+  const error = problem || plan.error;
+  const told = { ...asked.errors };
+  const place = error && error.field ? controlOf(error.field, form) : null;
+  if (place) told[place] = `${error.detail}${error.allowed ? `. Valid: ${error.allowed}` : ""}`;
+
+  const submit = async () => {
+    if (!body) return;
+    if (sent.current.body !== body) sent.current = { body, key: crypto.getRandomValues(new Uint32Array(4)).join("-") };
+    const { key } = sent.current; // the same form sent again, after a lost connection too, is the same sweep
+    try {
+      const job = await post("/v1/sweeps", JSON.parse(body), { headers: { "idempotency-key": key } });
+      location.hash = `#/sweep/${job.id}`;
+    } catch (failure) {
+      setProblem(failure);
+    }
+  };
+  const model = models.find((each) => each.id === form.model);
+  const example = () => {
+    setProblem(null);
+    const hooks = EXAMPLE.hooks.filter((name) => !model || model.hooks.includes(ours(name)));
+    setForm(formOf({ ...EXAMPLE, model: form.model, hooks }));
+  };
+
+  return html`<h1>New sweep</h1>
+    <p>Which layer and which token carry the answer? A sweep patches the rows of one prompt into another, one cell at a time.${" "}
+      <${Button} kind="small" onClick=${example}>Try an example<//></p>
+    <form class="sweep-form" noValidate onSubmit=${(event) => event.preventDefault()} onKeyDown=${(event) => event.key === "Enter" && event.target.tagName === "INPUT" && event.target.type === "text" && document.getElementById("sweep-start").click()}>
+      ${form.pairs.map((pair, n) => html`<${Pair} key=${n} n=${n} pair=${pair} many=${form.pairs.length > 1} ablation=${form.ablation} told=${told} change=${changePair} remove=${() => change("pairs", form.pairs.filter((_, other) => other !== n))} />`)}
+      <p><${Button} kind="small" disabled=${form.pairs.length >= MOST_PAIRS} onClick=${() => change("pairs", [...form.pairs, emptyPair()])}>Add a pair<//></p>
+      <div class="fields">
+        <${Field} label="Model" error=${told.model}>${(id, aria) => html`<select id=${id} ...${aria} value=${form.model} onChange=${(event) => change("model", event.target.value)}>
+          ${[...new Set([...models.map((each) => each.id), form.model])].map((name) => html`<option value=${name}>${name || "no model is served"}</option>`)}
+        </select>`}<//>
+        <${Text} name="layers" label="Layers" hint="all, 3, 0-5 or 0-5,9,-1" form=${form} told=${told} change=${change} />
+        <${Text} name="positions" label="Positions of the patched prompt" hint="all_prompt, last_prompt, 0,5,-1 or 5:9" form=${form} told=${told} change=${change} />
+        <${Choice} name="metric" label="Metric" form=${form} told=${told} change=${change} />
+        <${Choice} name="direction" label="Direction" form=${form} told=${told} change=${change} />
+      </div>
+      <${Hooks} model=${model} chosen=${form.hooks} error=${told.hooks} change=${(hooks) => change("hooks", hooks)} />
+      <details open=${Boolean(form.more || told.more || ["axis", "alignment", "ablation", "window.layers", "window.positions", "noise"].some((name) => told[name]))}>
+        <summary>More options</summary>
+        <div class="fields">
+          <${Choice} name="axis" label="Columns" form=${form} told=${told} change=${change} />
+          <${Choice} name="alignment" label="Alignment" form=${form} told=${told} change=${change} />
+          <${Choice} name="ablation" label="Ablation" form=${form} told=${told} change=${change} />
+          <${Text} name="windowLayers" label="Layers patched together" told=${{ windowLayers: told["window.layers"] }} form=${form} change=${change} />
+          <${Text} name="windowPositions" label="Columns patched together" told=${{ windowPositions: told["window.positions"] }} form=${form} change=${change} />
+          <${Text} name="noise" label="Patches that measure the noise" form=${form} told=${told} change=${change} />
+          <${Text} name="more" label="Other fields of the request, as JSON" hint="heads, neurons, path, mask, alpha, lora, priority, metadata …" form=${form} told=${told} change=${change} />
+        </div>
+      </details>
+      <${Planned} plan=${plan} wanting=${wanting || (asked.errors ? "Correct the field that is marked." : "")} request=${asked.request} waits=${Boolean(body)} />
+      ${error && !place && html`<${Problem} error=${error} />`}
+      <p><${Button} id="sweep-start" kind="main" disabled=${!body} onClick=${submit}>Run the sweep<//></p>
+    </form>`;
+}
+
+/** The control that shows an error of this field; null: none does. */
+function controlOf(field, form) {
+  const pair = /^pairs\[(\d+)\]\.?([a-z]*)/.exec(field);
+  if (pair && form.pairs[Number(pair[1])]) return TEXTS.includes(pair[2]) ? `pairs[${pair[1]}].${pair[2]}` : pair[2] === "positions" && !form.pairs[Number(pair[1])].more ? "positions" : `pairs[${pair[1]}].more`;
+  const [name] = field.split(/[.[]/);
+  if (["model", "hooks", "layers", "positions", "axis", "metric", "direction", "ablation", "alignment", "noise"].includes(name)) return name;
+  if (name === "window") return field.startsWith("window.positions") ? "window.positions" : "window.layers";
+  return ["heads", "neurons", "path", "mask", "alpha", "lora", "priority", "metadata", "expires_in", "callback_url", "callback_events"].includes(name) ? "more" : null;
+}
+
+function Text({ name, label, hint, form, told, change }) {
+  return html`<${Field} label=${label} hint=${hint} error=${told[name]}>
+    ${(id, aria) => html`<input type="text" id=${id} ...${aria} data-field=${name} value=${form[name]} autocomplete="off" onInput=${(event) => change(name, event.target.value)} />`}
+  <//>`;
+}
+
+function Choice({ name, label, form, told, change }) {
+  const choices = CHOICES[name];
+  return html`<${Field} label=${label} error=${told[name]}>
+    ${(id, aria) => html`<select id=${id} ...${aria} data-field=${name} value=${form[name]} onChange=${(event) => change(name, event.target.value)}>
+      ${Object.entries(choices).map(([value, text]) => html`<option value=${value}>${text}</option>`)}
+    </select>`}
+  <//>`;
+}
+
+const LABELS = { clean: "Clean prompt", corrupt: "Corrupt prompt", answer: "Answer", foil: "Foil" };
+const HINTS = { clean: "whose answer is right", corrupt: "that differs in one thing", answer: "after the clean prompt, usually with a leading space", foil: "after the corrupt prompt; optional" };
+
+function Pair({ n, pair, many, ablation, told, change, remove }) {
+  const control = (name) => {
+    const at = `pairs[${n}].${name}`;
+    const Kind = name === "clean" || name === "corrupt" ? "textarea" : "input";
+    return html`<${Field} label=${LABELS[name]} hint=${HINTS[name]} error=${told[at]}>
+      ${(id, aria) => html`<${Kind} id=${id} ...${aria} data-field=${at} rows="2" type="text" maxlength="1048576" spellcheck=${false} autocomplete="off" disabled=${name === "corrupt" && Boolean(ablation)} value=${pair[name]} onInput=${(event) => change(n, name, event.target.value)} />`}
+    <//>`;
+  };
+  return html`<fieldset class="pair">
+    <legend>${many ? `Pair ${n + 1}` : "Prompts"}</legend>
+    <div class="fields wide">${control("clean")}${control("corrupt")}</div>
+    <div class="fields">${control("answer")}${control("foil")}</div>
+    ${(pair.more || told[`pairs[${n}].more`]) && html`<${Field} label="Other fields of this pair, as JSON" hint="spans, positions, alignment, or prompts as token ids" error=${told[`pairs[${n}].more`]}>
+      ${(id, aria) => html`<input type="text" id=${id} ...${aria} data-field=${`pairs[${n}].more`} value=${pair.more} onInput=${(event) => change(n, "more", event.target.value)} />`}
+    <//>`}
+    ${!pair.more && html`<${Button} kind="small" onClick=${() => change(n, "more", "{}")}>Spans and other fields<//> `}
+    ${many && html`<${Button} kind="small" onClick=${remove}>Remove pair ${n + 1}<//>`}
+  </fieldset>`;
+}
+
+/** Hook points that the model has, by our name; one that the request calls by another name keeps that. */
+function Hooks({ model, chosen, error, change }) {
+  const named = new Map(chosen.map((name) => [ours(name), name]));
+  const served = model ? model.hooks : [];
+  const all = [...served, ...[...named.keys()].filter((hook) => !served.includes(hook))];
+  const toggle = (hook, on) => change(on ? [...chosen, hook] : chosen.filter((name) => ours(name) !== hook));
+  return html`<fieldset class="hooks" aria-describedby=${error ? "hooks-error" : null}>
+    <legend>Hook points</legend>
+    ${all.map((hook) => html`<label><input type="checkbox" data-hook=${hook} checked=${named.has(hook)} onChange=${(event) => toggle(hook, event.target.checked)} /> ${hookTitle(hook)}${served.includes(hook) || !model ? "" : " (not served)"}</label> `)}
+    ${error && html`<small id="hooks-error" class="bad" role="alert">${error}</small>`}
+  </fieldset>`;
+}
+
+/** What would run. */
+function Planned({ plan, wanting, request, waits }) {
+  const { found, error, stale } = plan;
+  const state = found && !stale
+    ? `${number(found.cells)} cells: ${found.pairs.length > 1 ? `${found.pairs.length} pairs, ` : ""}${count(found.hooks.length, "hook point")}, ${count(found.layers.length, "layer")}, ${count(found.pairs[0].columns.length, "column")}${found.skipped ? `; ${number(found.skipped)} cannot be patched` : ""}. ${number(found.tokens)} tokens.`
+    : wanting || (error ? "This sweep cannot run as it is: see the error." : waits ? "Asking the server for the tokens …" : "");
+  return html`<section aria-label="What will run" class=${`planned ${stale ? "stale" : ""}`} aria-busy=${stale ? "true" : "false"}>
+    <p role="status" class=${error ? "bad" : ""}>${state}</p>
+    ${found && found.pairs.slice(0, 8).map((pair, n) => html`<${Aligned} key=${n} pair=${pair} patched=${found.patched} title=${found.pairs.length > 1 ? `Pair ${n + 1}` : ""} />`)}
+    ${found && found.pairs.length > 8 && html`<p>… and ${found.pairs.length - 8} more pairs</p>`}
+  </section>`;
+}
+
+const MOST_SHOWN = 400; // tokens of a pair
+
+function Aligned({ pair, patched, title }) {
+  const links = linksOf(pair, patched);
+  const columns = layout(pair.clean_tokens.length, pair.corrupt_tokens.length, links);
+  const ablated = !pair.corrupt_tokens.length;
+  const inGrid = new Set(pair.columns.flatMap((column) => column.positions));
+  const whole = pair.columns.length === pair[`${patched}_tokens`].length; // a column for each token
+  const reasonOf = (place, token) => (whole ? pair.columns[place] : pair.columns.find((column) => column.label === token) || {}).reason;
+  const cell = (which, column) => {
+    const place = column[which];
+    if (place === null) return html`<td class="gap"></td>`;
+    const token = pair[`${which}_tokens`][place];
+    const other = column.linked ? pair[`${which === "clean" ? "corrupt" : "clean"}_tokens`][column[which === "clean" ? "corrupt" : "clean"]] : null;
+    const is = ablated ? (inGrid.has(place) ? "same" : "alone") : !column.linked ? "alone" : other === token ? "same" : "swapped";
+    const why = is === "alone" ? (ablated ? "not patched" : (which === patched && reasonOf(place, token)) || "not patched: without a counterpart, or not among the positions") : `${place}`;
+    return html`<td class=${is} title=${why}>${written(token)}${is === "alone" && html`<span class="visually-hidden"> (not patched)</span>`}</td>`;
+  };
+  const rows = ablated ? ["clean"] : ["clean", "corrupt"];
+  return html`<div class="aligned" role="region" tabindex="0" aria-label=${`Tokens of both prompts, aligned${title ? `, ${title}` : ""}`}>
+      <table>
+        <caption>${title && `${title}: `}${ablated ? "the prompt's tokens" : `${links.length} of the ${pair[`${patched}_tokens`].length} tokens of the ${patched} prompt get rows of the other`}</caption>
+        <tbody>${rows.map((which) => html`<tr><th scope="row">${which}</th>${columns.slice(0, MOST_SHOWN).map((column) => cell(which, column))}</tr>`)}</tbody>
+      </table>
+    </div>
+    ${columns.length > MOST_SHOWN && html`<p>… and ${columns.length - MOST_SHOWN} more tokens</p>`}
+    ${[["answer", pair.answer_tokens], ["foil", pair.foil_tokens]].filter(([, ids]) => ids.length > 1).map(([name, ids]) => html`<p>The ${name} has ${ids.length} tokens, so each cell takes more passes.</p>`)}
+    ${pair.notes.map((note) => html`<p class="note">Note: ${note}</p>`)}`;
+}

@@ -1,0 +1,329 @@
+// A sweep's heatmaps, side by side, filled while it runs; a closer look, exports, a table, and the same as code.
+
+import { get, post, sse } from "../lib/api.js";
+import { Button, Copy, Problem, Progress, html, useCallback, useEffect, useLayoutEffect, useMemo, useNow, useRef, useState } from "../lib/ui.js";
+import { count, duration, number } from "../lib/format.js";
+import { MEANING, SweepGrid, csv, hookTitle, shareOf, shown } from "../lib/grid.js";
+import { Heatmap, drawScale } from "../lib/heatmap.js";
+import { lean, sweepCode } from "../lib/sweep_request.js";
+import { Closer } from "./sweep_closer.js";
+import { picture, save } from "../lib/sweep_export.js";
+
+const OVER = ["succeeded", "failed", "cancelled", "aborted", "expired"];
+/** Milliseconds between two looks of text and table at the grid; the heatmaps are drawn at every frame. */
+const TEXT_MS = 250;
+const PANEL = 300; // least width of a panel, in CSS pixels
+
+/** The sweep, its grid, and how it goes on; `events` are the heatmaps' listeners. */
+function useSweep(id) {
+  const [view, setView] = useState(null);
+  const [error, setError] = useState(null);
+  const [, look] = useState(0);
+  const grid = useRef(null);
+  const listeners = useRef(new Set());
+  const lost = useRef(false);
+  const tell = useCallback((place) => listeners.current.forEach((listener) => listener(place)), []);
+
+  useEffect(() => {
+    const stop = new AbortController();
+    let timer = null;
+    let asking = null;
+    const soon = () => {
+      timer = timer || setTimeout(() => ((timer = null), look((n) => n + 1)), TEXT_MS);
+    };
+    const load = async () => {
+      const found = await get(`/v1/sweeps/${encodeURIComponent(id)}`, { signal: stop.signal });
+      if (grid.current) grid.current.take(found);
+      else grid.current = new SweepGrid(found);
+      setView(found);
+      setError(null);
+      tell(null);
+      return found;
+    };
+    const follow = async () => {
+      const { job, last_event: after } = await load();
+      if (OVER.includes(job.state)) return;
+      const stream = new AbortController(); // ends with the sweep, or with the view
+      stop.signal.addEventListener("abort", () => stream.abort());
+      await sse(`/v1/jobs/${encodeURIComponent(id)}/events`, {
+        signal: stream.signal, reconnect: true, after,
+        onState: (connected) => ((lost.current = !connected), soon()),
+        onEvent: ({ event, data }) => {
+          if (event === "cell") {
+            tell(grid.current.cell(data));
+            soon();
+            const pair = grid.current.pairs[data.pair];
+            if (!pair.base && !asking) asking = load().catch(() => {}).finally(() => (asking = null)); // the scale's middle
+          } else if (event === "done") stream.abort();
+          else if (event === "state") setView((known) => ({ ...known, job: { ...known.job, state: data.state, attempt: data.attempt } }));
+        },
+      });
+      if (!stop.signal.aborted) await load();
+    };
+    follow().catch((failure) => failure.name !== "AbortError" && !stop.signal.aborted && setError(failure));
+    return () => {
+      stop.abort();
+      clearTimeout(timer);
+    };
+  }, [id]);
+  return { view, error, setError, grid: grid.current, listeners: listeners.current, lost: lost.current };
+}
+
+export default function Grid({ id, session }) {
+  const { view, error, setError, grid, listeners, lost } = useSweep(id);
+  const [pair, setPair] = useState(null);
+  const [asTable, setAsTable] = useState(false);
+  const [cursor, setCursor] = useState(null); // {hook, row, column}
+  const [part, setPart] = useState(null); // {hook, rows: [first, last], columns: [first, last]}
+  const [looking, setLooking] = useState(false);
+  const chosen = grid && grid.pairs.length === 1 ? 0 : pair;
+
+  const look = useCallback((found) => {
+    setPart(found);
+    setLooking(Boolean(found));
+  }, []);
+  if (!view || !grid) return html`<h1>Sweep</h1><${Problem} error=${error} title=${error && "This sweep cannot be shown"} />${error ? html`<p><a href="#/sweep">Start a new sweep</a></p>` : html`<p class="loading">Loading the sweep …</p>`}`;
+
+  const { job, request } = view;
+  const over = OVER.includes(job.state);
+  const keyed = session.auth !== "open";
+  return html`<div class="sweep">
+    <h1>Sweep</h1>
+    <p class="sweep-title">${titleOf(grid, chosen)}</p>
+    <${State} job=${job} grid=${grid} over=${over} lost=${lost} onError=${setError} />
+    <${Problem} error=${error} />
+    ${job.error && html`<${Problem} error=${job.error.detail} title=${job.error.title} />`}
+    <div class="tools">
+      ${grid.pairs.length > 1 && html`<label>Pairs <select data-field="pair" value=${pair === null ? "" : String(pair)} onChange=${(event) => setPair(event.target.value === "" ? null : Number(event.target.value))}>
+        <option value="">mean over all ${grid.pairs.length}</option>
+        ${grid.pairs.map((each, n) => html`<option value=${String(n)}>${n + 1}: ${short(each.base_tokens.join(""))}</option>`)}
+      </select></label>`}
+      <${Button} aria-pressed=${asTable ? "true" : "false"} onClick=${() => setAsTable(!asTable)}>As table<//>
+      <${Button} onClick=${() => save(`${id}.png`, picture(grid, chosen, titleOf(grid, chosen)))} onError=${setError}>PNG<//>
+      <${Button} onClick=${() => save(`${id}.csv`, new Blob([csv(grid.records())], { type: "text/csv" }))} onError=${setError}>CSV<//>
+      <${Button} onClick=${() => save(`${id}.json`, exported(id, view, session))} onError=${setError}>JSON<//>
+      ${request && html`<a class="button" href=${`#/sweep?like=${encodeURIComponent(id)}`}>Another like it</a>`}
+      <a class="button" href="#/sweep">New sweep</a>
+    </div>
+    ${asTable
+      ? html`<${Table} grid=${grid} pair=${chosen} over=${over} />`
+      : html`<${Maps} grid=${grid} pair=${chosen} listeners=${listeners} cursor=${cursor} setCursor=${setCursor} part=${part} look=${look} select=${setPart} />`}
+    ${looking && part && html`<${Closer} key=${JSON.stringify(part)} grid=${grid} request=${request} part=${part} pair=${chosen} close=${() => look(null)} />`}
+    ${notesOf(grid).map((note) => html`<p class="note">Note: ${note}</p>`)}
+    <${Missing} grid=${grid} />
+    ${request && html`<h2>The same sweep as code</h2><${Copy} label="The same sweep" tabs=${sweepCode(lean(request), location.origin, keyed)} />`}
+  </div>`;
+}
+
+const short = (text) => (text.length > 60 ? `${text.slice(0, 30)} … ${text.slice(-25)}` : text);
+
+function titleOf(grid, pair) {
+  const { result } = grid;
+  const ablated = { zeros: ", rows set to zero", mean: ", rows set to their mean" }[result.ablation] || "";
+  if (pair === null) return `Mean over ${grid.pairs.length} pairs of prompts${ablated} · ${MEANING[grid.metric]}`;
+  const found = grid.pairs[pair];
+  const [base, source] = [found.base_tokens, found.source_tokens].map((tokens) => short(tokens.join("")));
+  const what = result.ablation ? `“${base}”${ablated}` : `“${source}” patched into “${base}”`;
+  const answers = found.answer ? ` · answer “${found.answer.trim()}”${found.foil ? `, foil “${found.foil.trim()}”` : ""}` : "";
+  return `${what}${answers} · ${MEANING[grid.metric]}`;
+}
+
+const notesOf = (grid) => [...new Set(grid.pairs.flatMap((pair) => pair.notes))].slice(0, 20);
+
+/** A study that `PatchStudy.load` reads. */
+function exported(id, view, session) {
+  const study = { format: "midstream patch study", version: 1, midstream: session.version || "", job: id, request: view.request, result: view.result };
+  return new Blob([JSON.stringify(study)], { type: "application/json" });
+}
+
+function State({ job, grid, over, lost, onError }) {
+  const now = useNow(1);
+  const began = useRef(null);
+  if (!began.current && grid.known < grid.total && !over) began.current = { known: grid.known, at: now };
+  const since = began.current && grid.known > began.current.known ? (now - began.current.at) / (grid.known - began.current.known) : null;
+  const left = !over && since !== null ? `, about ${duration(since * (grid.total - grid.known))} left` : "";
+  const label = `${job.state}: ${number(grid.known)} of ${number(grid.total)} cells${left}`;
+  const cancel = async () => {
+    try {
+      await post(`/v1/jobs/${encodeURIComponent(job.id)}/cancel`, {});
+    } catch (error) {
+      onError(error);
+    }
+  };
+  return html`<div class="sweep-state" data-state=${job.state}>
+    <${Progress} value=${grid.known} total=${grid.total} label=${label} />
+    <span class="visually-hidden" role="status">The sweep is ${job.state}.</span>
+    ${lost && !over && html`<span class="bad" role="status">The connection is lost; connecting again …</span>`}
+    ${!over && html`<${Button} disabled=${job.state === "cancelling"} onClick=${cancel}>Cancel<//>`}
+  </div>`;
+}
+
+/** All hooks side by side, with one cursor and one selection. */
+function Maps({ grid, pair, listeners, cursor, setCursor, part, look, select }) {
+  const area = useRef(null);
+  const [width, setWidth] = useState(0);
+  useEffect(() => {
+    const watch = new ResizeObserver(([{ contentRect }]) => setWidth(Math.floor(contentRect.width)));
+    watch.observe(area.current);
+    return () => watch.disconnect();
+  }, []);
+  const across = Math.max(1, Math.min(grid.hooks.length, Math.floor(width / PANEL)));
+  const panel = Math.floor(width / across) - 12;
+  const told = cursor ? grid.words(pair, cursor.hook, cursor.row, cursor.column) : "Arrow keys move over the cells, Shift+arrows select several, Enter looks closer.";
+  return html`<div class="maps" ref=${area}>
+      ${width > 0 && grid.hooks.map((hook) => html`<${Map_} key=${hook} hook=${hook} grid=${grid} pair=${pair} width=${panel} listeners=${listeners} cursor=${cursor} setCursor=${setCursor} part=${part} look=${look} select=${select} />`)}
+    </div>
+    <${Scale} grid=${grid} pair=${pair} listeners=${listeners} />
+    <p class="readout" role="status">${told}</p>`;
+}
+
+function Map_({ hook, grid, pair, width, listeners, cursor, setCursor, part, look, select }) {
+  const canvas = useRef(null);
+  const map = useRef(null);
+  const from = useRef(null); // where a drag or a Shift selection began
+  const [tip, setTip] = useState(null);
+  const [, placeAgain] = useState(0);
+  const source = useMemo(
+    () => ({
+      rows: grid.names(pair),
+      columns: grid.layers,
+      scale: () => grid.limits(pair).join(),
+      at: (row, column) => shareOf(grid, pair, hook, column, row),
+    }),
+    [grid, pair, hook],
+  );
+  useLayoutEffect(() => {
+    if (map.current) map.current.show(source, width);
+    else map.current = new Heatmap(canvas.current, source, width);
+    placeAgain((n) => n + 1); // cursor and selection lie on the cells
+    canvas.current.heatmap = map.current; // for tests and for curious readers
+  }, [source, width]);
+  useEffect(() => {
+    const dark = matchMedia("(prefers-color-scheme: dark)");
+    const again = () => map.current.markAll();
+    const theme = new MutationObserver(again);
+    theme.observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
+    dark.addEventListener("change", again);
+    const news = (place) => (place === null ? map.current.markAll() : place.hook === hook && map.current.mark(place.column, place.row));
+    listeners.add(news);
+    return () => {
+      listeners.delete(news);
+      theme.disconnect();
+      dark.removeEventListener("change", again);
+      map.current.close();
+    };
+  }, []);
+
+  const here = cursor && cursor.hook === hook ? cursor : null;
+  const own = part && part.hook === hook ? part : null;
+  const cellAt = (event) => {
+    const box = canvas.current.getBoundingClientRect();
+    const found = map.current.hit(event.clientX - box.left, event.clientY - box.top);
+    return found && { hook, row: found.column, column: found.row };
+  };
+  const between = (one, other) => ({
+    hook,
+    rows: [Math.min(one.row, other.row), Math.max(one.row, other.row)],
+    columns: [Math.min(one.column, other.column), Math.max(one.column, other.column)],
+  });
+  const move = (event) => {
+    const cell = cellAt(event);
+    setTip(cell ? { ...cell, x: event.offsetX, y: event.offsetY } : null);
+    if (cell && from.current && event.buttons & 1) select(between(from.current, cell));
+  };
+  const down = (event) => {
+    const cell = event.button === 0 ? cellAt(event) : null;
+    from.current = cell;
+    if (cell) setCursor(cell);
+  };
+  const up = (event) => {
+    const cell = cellAt(event);
+    if (cell && from.current) look(between(from.current, cell));
+    from.current = null;
+  };
+  const key = (event) => {
+    const at = here || { hook, row: 0, column: 0 };
+    const [rows, columns] = [grid.layers.length, grid.columns];
+    const steps = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1], Home: [-rows, 0], End: [rows, 0], PageUp: [0, -10], PageDown: [0, 10] };
+    const step = steps[event.key];
+    if (step) {
+      const next = here ? { hook, row: Math.min(rows - 1, Math.max(0, at.row + step[0])), column: Math.min(columns - 1, Math.max(0, at.column + step[1])) } : at;
+      if (event.shiftKey) {
+        from.current = from.current || at;
+        select(between(from.current, next));
+      } else {
+        from.current = null;
+        look(null);
+      }
+      setCursor(next);
+    } else if (event.key === "Enter" || event.key === " ") look(own || between(at, at));
+    else if (event.key === "Escape") {
+      from.current = null;
+      look(null);
+    } else return;
+    event.preventDefault();
+  };
+  const placed = ({ left, top, width: w, height: h }) => ({ left: `${left}px`, top: `${top}px`, width: `${w}px`, height: `${h}px` });
+  const label = `${hookTitle(hook)}: ${grid.columns} tokens by ${grid.layers.length} layers. Arrow keys move, Shift+arrows select, Enter looks closer.`;
+  return html`<figure class="map">
+    <figcaption>${hookTitle(hook)}</figcaption>
+    <div class="cells" data-hook=${hook} role="application" aria-roledescription="heatmap" aria-label=${label} tabindex="0" onKeyDown=${key} onFocus=${() => here || setCursor({ hook, row: 0, column: 0 })}>
+      <canvas ref=${canvas} onPointerMove=${move} onPointerDown=${down} onPointerUp=${up} onPointerLeave=${() => setTip(null)}></canvas>
+      ${here && map.current && html`<div class="cursor" style=${placed(map.current.box(here.column, here.row))}></div>`}
+      ${own && map.current && html`<div class="part" style=${placed(map.current.box(own.columns[0], own.rows[0], own.columns[1] - own.columns[0] + 1, own.rows[1] - own.rows[0] + 1))}></div>`}
+      ${tip && html`<div class="tip" aria-hidden="true" style=${{ left: `${Math.max(0, Math.min(tip.x + 12, width - 200))}px`, top: `${tip.y + 14}px` }}>${grid.words(pair, hook, tip.row, tip.column)}</div>`}
+    </div>
+  </figure>`;
+}
+
+function Scale({ grid, pair, listeners }) {
+  const canvas = useRef(null);
+  const [limits, setLimits] = useState(grid.limits(pair));
+  useEffect(() => drawScale(canvas.current.getContext("2d"), 0, 0, canvas.current.width, canvas.current.height), []);
+  useEffect(() => {
+    setLimits(grid.limits(pair));
+    const news = () => setLimits((known) => (known.join() === grid.limits(pair).join() ? known : grid.limits(pair)));
+    listeners.add(news);
+    return () => listeners.delete(news);
+  }, [grid, pair]);
+  const noise = grid.noise(pair);
+  const base = grid.base(pair);
+  return html`<div class="scale">
+    <span>${shown(limits[0])}</span><canvas ref=${canvas} width="220" height="12" role="img" aria-label=${`Colours from ${shown(limits[0])}, blue, over white to ${shown(limits[1])}, red`}></canvas><span>${shown(limits[1])}</span>
+    <span>${MEANING[grid.metric]}; white: unpatched${Number.isNaN(base) ? "" : ` (${shown(base)})`}; hatched: no value${noise ? `; noise ${noise.text}` : ""}</span>
+  </div>`;
+}
+
+/** The same numbers for those who read tables. */
+function Table({ grid, pair, over }) {
+  const [hook, setHook] = useState(grid.hooks[0]);
+  const second = Math.floor(useNow(1));
+  const names = grid.names(pair);
+  const text = (row, column) => {
+    const cell = grid.at(pair, hook, row, column);
+    return cell.state === "value" ? shown(cell.value) : cell.state === "none" ? html`<span title=${cell.reason}>none</span>` : "…";
+  };
+  const body = useMemo(
+    () => names.map((name, column) => html`<tr><th scope="row">${name}</th>${grid.layers.map((_, row) => html`<td>${text(row, column)}</td>`)}</tr>`),
+    [grid, pair, hook, over ? grid.known : second],
+  );
+  return html`${grid.hooks.length > 1 && html`<p><label>Hook point <select data-field="table-hook" value=${hook} onChange=${(event) => setHook(event.target.value)}>${grid.hooks.map((name) => html`<option value=${name}>${hookTitle(name)}</option>`)}</select></label></p>`}
+    <div class="grid-table" role="region" tabindex="0" aria-label=${`Values at ${hookTitle(hook)}`}>
+      <table data-hook=${hook}>
+        <caption>${MEANING[grid.metric]} at ${hookTitle(hook)}, tokens by layers; “…”: not there yet</caption>
+        <thead><tr><th scope="col">token</th>${grid.layers.map((layer) => html`<th scope="col">${layer}</th>`)}</tr></thead>
+        <tbody>${body}</tbody>
+      </table>
+    </div>`;
+}
+
+const REASONS = 8;
+
+function Missing({ grid }) {
+  const counts = new Map();
+  for (const reason of grid.reasons.values()) counts.set(reason, (counts.get(reason) || 0) + 1);
+  if (!counts.size) return null;
+  const sorted = [...counts].sort((a, b) => b[1] - a[1]);
+  return html`<details class="missing"><summary>${count(grid.reasons.size, "cell")} without a value</summary>
+    <ul>${sorted.slice(0, REASONS).map(([reason, count]) => html`<li>${number(count)}: ${reason}</li>`)}${sorted.length > REASONS && html`<li>… and ${sorted.length - REASONS} other reasons</li>`}</ul></details>`;
+}

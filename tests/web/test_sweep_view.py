@@ -1,0 +1,497 @@
+"""The page's sweeps: a form that shows aligned tokens, heatmaps that fill while cells arrive, closer looks, exports."""
+
+import csv
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+from web_kit import MODEL, NARROW, Site, Visit, held, until, visiting
+
+from midstream import PatchStudy
+from midstream.client.sdk.grid import records
+from midstream.client.study.patch_study import Region
+from midstream.schemas.base import from_json, to_json
+from midstream.schemas.sweep_views import SweepView
+from midstream.schemas.sweeps import SweepRequest
+
+PAIR = {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": "P", "foil": "R"}
+BODY: dict[str, Any] = {"model": MODEL, "pairs": [PAIR], "hooks": ["resid_pre", "attn_out"], "metric": "logit_diff"}
+LAYERS, TOKENS = 4, len(PAIR["corrupt"])  # of the fake engine; a token is a character
+CELLS = 2 * LAYERS * TOKENS
+#: What a sweep with one pair runs before its first cell, and some cells.
+CONTROLS, SOME = 10, 20
+
+
+def submitted(site: Site, **changes: Any) -> str:
+    return str(site.alice.post("/v1/sweeps", **{**BODY, **changes})["id"])
+
+
+def swept(site: Site, **changes: Any) -> SweepView:
+    """A sweep that is over."""
+    job_id = submitted(site, **changes)
+    assert site.alice.wait(job_id)["state"] == "succeeded"
+    return seen(site, job_id)
+
+
+def seen(site: Site, job_id: str) -> SweepView:
+    return from_json(site.alice.http.get(f"/v1/sweeps/{job_id}").content, SweepView)
+
+
+def shown(visit: Visit, site: Site, job_id: str) -> Locator:
+    """Its view, once the heatmaps are there: the first of them."""
+    visit.log_in(site.alice, f"sweep/{job_id}")
+    first = visit.page.locator(".cells").first
+    expect(first.locator("canvas")).to_be_visible()
+    return first
+
+
+def drawn(page: Page) -> dict[str, int]:
+    """How many cells of all heatmaps have the colour of their value, are hatched, and are empty, by their pixels."""
+    found: dict[str, int] = page.evaluate(
+        """async () => {
+          const { colour } = await import("/page/lib/heatmap.js");
+          const count = { right: 0, wrong: 0, empty: 0, hatched: 0 };
+          for (const canvas of document.querySelectorAll(".cells canvas")) {
+            const map = canvas.heatmap, ratio = canvas.width / map.width, context = canvas.getContext("2d");
+            map.source.rows.forEach((_, row) => map.source.columns.forEach((_, column) => {
+              const share = map.source.at(row, column), box = map.box(row, column);
+              if (share === null) return (count.empty += 1);
+              if (Number.isNaN(share)) return (count.hatched += 1);
+              const at = [box.left + box.width / 2, box.top + box.height / 2].map((part) => Math.round(part * ratio));
+              const seen = [...context.getImageData(...at, 1, 1).data].slice(0, 3);
+              const wanted = colour(share).match(/\\d+/g).map(Number);
+              count[seen.every((part, n) => Math.abs(part - wanted[n]) <= 2) ? "right" : "wrong"] += 1;
+            }));
+          }
+          return count;
+        }"""
+    )
+    return found
+
+
+def settled(page: Page, **wanted: int) -> None:
+    """Wait until so many cells are drawn so."""
+    until(lambda: True if {name: drawn(page)[name] for name in wanted} == wanted else None, f"cells {wanted}, not {drawn(page)}")
+
+
+def table_of(page: Page) -> list[list[str]]:
+    """The values of the table, tokens by layers."""
+    rows: list[list[str]] = page.evaluate(
+        "[...document.querySelectorAll('.grid-table tbody tr')].map((row) => [...row.cells].slice(1).map((cell) => cell.textContent))"
+    )
+    return rows
+
+
+# --- The form --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+def test_an_example_is_aligned_before_it_runs_and_is_sent_once(site: Site, visit: Visit) -> None:
+    bodies: list[str] = []
+    visit.page.on("request", lambda request: bodies.append(request.post_data or "") if request.url.endswith("/v1/sweeps") else None)
+    visit.log_in(site.alice, "sweep")
+    visit.page.get_by_role("button", name="Try an example").click()
+    planned = visit.page.get_by_role("region", name="What will run")
+    expect(planned).to_contain_text("3 hook points, 4 layers")
+    rows = planned.get_by_role("row")
+    expect(rows).to_have_count(2)
+    expect(rows.nth(0)).to_contain_text("clean")
+    assert bodies == [], "nothing has run yet"
+    visit.page.get_by_role("button", name="Run the sweep").dblclick()
+    expect(visit.page).to_have_url(re.compile(r"#/sweep/job_"))
+    expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded")
+    assert len(bodies) == 1
+    assert drawn(visit.page)["wrong"] == 0
+
+
+def test_tokens_are_shown_as_the_server_aligns_them(site: Site, visit: Visit) -> None:
+    visit.log_in(site.alice, "sweep")
+    fill(visit.page, PAIR)
+    plan = site.alice.post("/v1/sweeps/plan", **{**BODY, "hooks": ["post_block"], "metric": "recovered"})["pairs"][0]
+    table = visit.page.locator(".aligned table")
+    expect(table).to_be_visible()
+    columns: list[list[str | None]] = table.evaluate(
+        """(table) => [...table.rows].map(
+             (row) => [...row.cells].slice(1).map((cell) => (cell.className === "gap" ? null : cell.className)))"""
+    )
+    linked = [n for n, (one, other) in enumerate(zip(*columns, strict=True)) if {one, other} <= {"same", "swapped"}]
+    above, below = ([n for n, cell in enumerate(row) if cell is not None] for row in columns)
+    places = [(above.index(n), below.index(n)) for n in linked]
+    assert places == sorted((column["sources"][0], column["positions"][0]) for column in plan["columns"] if column["positions"])
+    assert (len(above), len(below)) == (len(PAIR["clean"]), len(PAIR["corrupt"])), "no token is left out"
+    assert visit.page.locator(".planned .note").all_inner_texts() == [f"Note: {note}" for note in plan["notes"]]
+
+
+def fill(page: Page, pair: dict[str, str]) -> None:
+    for label, name in (("Clean prompt", "clean"), ("Corrupt prompt", "corrupt"), ("Answer", "answer"), ("Foil", "foil")):
+        page.get_by_label(label, exact=True).fill(pair[name])
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "words"),
+    [
+        ("layers", "9", "layer 9 is out of range"),
+        ("positions", "77", "position 77 is out of range"),
+        ("pairs[0].foil", "P", "same tokens as the answer"),
+        ("pairs[0].corrupt", PAIR["clean"], "nothing to compare"),
+    ],
+)
+def test_an_error_of_the_server_is_shown_at_its_field(site: Site, visit: Visit, field: str, wrong: str, words: str) -> None:
+    visit.allow("400")
+    visit.log_in(site.alice, "sweep")
+    fill(visit.page, PAIR)
+    expect(visit.page.locator(".aligned")).to_be_visible()
+    control = visit.page.locator(f'[data-field="{field}"]')
+    right = control.input_value()
+    control.fill(wrong)
+    expect(control).to_have_attribute("aria-invalid", "true")
+    expect(control).to_have_accessible_description(re.compile(re.escape(words)))
+    expect(visit.page.get_by_text("This sweep cannot run as it is")).to_be_visible()
+    expect(visit.page.locator(".aligned")).to_have_count(0)
+    control.fill(right)
+    expect(visit.page.locator(".aligned")).to_be_visible()
+    expect(control).not_to_have_attribute("aria-invalid", "true")
+
+
+def test_another_like_it_keeps_names_of_hooks_positions_and_other_fields(site: Site, visit: Visit) -> None:
+    pairs = [{**PAIR, "alignment": [[-1, -1], [-2, -2]]}]
+    asked = {
+        **BODY,
+        "pairs": pairs,
+        "hooks": ["resid_mid", "hook_mlp_out"],
+        "layers": "0-1",
+        "positions": [-1, -2],
+        "window": {"layers": 2},
+        "alpha": 0.5,
+    }
+    view = swept(site, **asked)
+    shown(visit, site, view.job.id)
+    with visit.page.expect_request(lambda request: request.url.endswith("/v1/sweeps/plan")) as planned:
+        visit.page.get_by_role("link", name="Another like it").click()
+    assert from_json(planned.value.post_data or "", SweepRequest) == view.request
+    expect(visit.page.locator(".planned")).to_contain_text("2 hook points, 2 layers, 2 columns")
+    expect(visit.page.get_by_label("Hook points")).to_have_count(0)
+    expect(visit.page.locator('[data-hook="post_attn"]')).to_be_checked()
+    with visit.page.expect_request(lambda request: request.url.endswith("/v1/sweeps")) as sent:
+        visit.page.get_by_role("button", name="Run the sweep").click()
+    assert from_json(sent.value.post_data or "", SweepRequest) == view.request
+    expect(visit.page).not_to_have_url(re.compile("like="))
+
+
+# --- The heatmaps ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+def test_heatmaps_are_filled_while_the_sweep_runs(site: Site, visit: Visit) -> None:
+    with held(site, CONTROLS + SOME):
+        job_id = submitted(site)
+        until(lambda: seen(site, job_id).job.cells or None, "cells")
+        shown(visit, site, job_id)
+        expect(visit.page.locator(".sweep-state")).to_have_attribute("data-state", "running")
+        known = until(lambda: cells if (cells := seen(site, job_id).job.cells) >= SOME else None, "all that may come")
+        skipped = len(seen(site, job_id).result.skipped)
+        until(lambda: True if (at := drawn(visit.page))["right"] + at["hatched"] >= known - skipped else None, "what is known")
+        before = drawn(visit.page)
+        assert before["empty"] > 0
+        assert before["right"] > 0
+        assert before["wrong"] == 0
+        site.let(CONTROLS + 2 * SOME)
+        until(lambda: True if drawn(visit.page)["right"] > before["right"] else None, "more cells")
+        assert drawn(visit.page)["empty"] > 0, "not all have come"
+    expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded")
+    view = seen(site, job_id)
+    settled(visit.page, right=view.result.summary.cells, hatched=view.result.summary.skipped, empty=0, wrong=0)
+    visit.page.reload()
+    expect(visit.page.locator(".cells canvas").first).to_be_visible()
+    settled(visit.page, right=view.result.summary.cells, hatched=view.result.summary.skipped, empty=0, wrong=0)
+
+
+def test_a_held_sweep_is_cancelled_and_keeps_its_cells(site: Site, visit: Visit) -> None:
+    with held(site, CONTROLS + SOME):
+        job_id = submitted(site)
+        until(lambda: True if seen(site, job_id).job.cells >= SOME else None, "cells")
+        shown(visit, site, job_id)
+        visit.page.get_by_role("button", name="Cancel").click()
+        expect(visit.page.locator(".sweep-state")).to_have_attribute("data-state", "cancelled")
+    left = drawn(visit.page)
+    assert left["right"] > 0
+    assert left["empty"] > 0
+    expect(visit.page.get_by_role("button", name="Cancel")).to_have_count(0)
+    visit.page.reload()
+    expect(visit.page.locator(".cells canvas").first).to_be_visible()
+    settled(visit.page, **left)
+
+
+def test_keys_move_over_cells_whose_values_are_read_out(site: Site, visit: Visit) -> None:
+    view = swept(site)
+    first = shown(visit, site, view.job.id)
+    first.focus()
+    readout = visit.page.locator(".readout")
+    expect(readout).to_contain_text("pre_attn (resid_pre), layer 0, T 0")
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        visit.page.keyboard.press(key)
+    value = view.result.pairs[0].grids["pre_attn"][2][1]
+    assert value is not None
+    expect(readout).to_contain_text(f"layer 2, h 1: {value:.3f}".replace("-", "−"))
+    expect(readout).to_contain_text("± ")
+    visit.page.keyboard.press("End")
+    expect(readout).to_contain_text("layer 3, h 1")
+
+
+def test_a_cell_without_a_value_says_why(site: Site, visit: Visit) -> None:
+    view = swept(site)
+    [reason] = {skipped.reason for skipped in view.result.skipped if skipped.column == view.result.skipped[0].column}
+    first = shown(visit, site, view.job.id)
+    assert drawn(visit.page)["hatched"] == view.result.summary.skipped > 0
+    first.focus()
+    for _ in range(view.result.skipped[0].column):
+        visit.page.keyboard.press("ArrowDown")
+    expect(visit.page.locator(".readout")).to_contain_text(f"no value, {reason}")
+    visit.page.get_by_text("without a value").click()
+    expect(visit.page.locator(".missing li").first).to_contain_text(reason)
+
+
+def test_hovering_a_cell_shows_token_layer_value_and_noise(site: Site, visit: Visit) -> None:
+    view = swept(site)
+    first = shown(visit, site, view.job.id)
+    box = first.locator("canvas").evaluate("(canvas) => canvas.heatmap.box(2, 3)")
+    first.locator("canvas").hover(position={"x": box["left"] + 2, "y": box["top"] + 2})
+    value = view.result.pairs[0].grids["pre_attn"][3][2]
+    assert value is not None
+    expect(first.locator(".tip")).to_contain_text(re.compile(rf"layer 3, e 2: {re.escape(f'{value:.3f}'.replace('-', '−'))} ± "))
+
+
+def test_enter_on_a_cell_looks_closer_as_a_study_does(site: Site, visit: Visit) -> None:
+    view = swept(site, window={"layers": 3})
+    first = shown(visit, site, view.job.id)
+    first.focus()
+    for key in ("ArrowRight", "ArrowRight", "Enter"):
+        visit.page.keyboard.press(key)
+    look = visit.page.get_by_role("region", name="Closer look")
+    expect(look).to_contain_text("4 cells: layers 0 to 3, 1 column")
+    visit.page.get_by_role("button", name="Run the closer look").dblclick()
+    expect(visit.page).not_to_have_url(re.compile(view.job.id))
+    expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded")
+    closer = seen(site, visit.page.url.rpartition("/")[2])
+    assert (closer.result.hooks, closer.result.layers, closer.result.pairs[0].positions) == (["pre_attn"], [0, 1, 2, 3], [[0]])
+
+
+def test_a_box_of_cells_is_chosen_by_mouse_and_by_shift_and_arrows(site: Site, visit: Visit) -> None:
+    view = swept(site)
+    first = shown(visit, site, view.job.id)
+    canvas = first.locator("canvas")
+    corner, other = (canvas.evaluate("(canvas, at) => canvas.heatmap.box(...at)", at) for at in ([0, 1], [1, 2]))
+    place = canvas.bounding_box()
+    assert place is not None
+    visit.page.mouse.move(place["x"] + corner["left"] + 2, place["y"] + corner["top"] + 2)
+    visit.page.mouse.down()
+    visit.page.mouse.move(place["x"] + other["left"] + 2, place["y"] + other["top"] + 2)
+    visit.page.mouse.up()
+    look = visit.page.get_by_role("region", name="Closer look")
+    expect(look).to_contain_text("layers 1 to 2, T 0 to h 1")
+    expect(look).to_contain_text("4 cells")
+    visit.page.keyboard.press("Escape")
+    first.focus()
+    for key in ("Home", "ArrowUp", "ArrowUp", "Shift+ArrowRight", "Shift+ArrowDown", "Shift+ArrowDown", "Enter"):
+        visit.page.keyboard.press(key)
+    expect(look).to_contain_text("layers 0 to 1, T 0 to e 2")
+    expect(look).to_contain_text("6 cells")
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"direction": "noise"}, {"ablation": "zeros"}, {"pairs": [PAIR, PAIR | {"foil": "S"}]}, {"axis": "together"}]
+)
+def test_a_closer_look_is_the_one_of_the_python_client(site: Site, visit: Visit, changes: dict[str, Any]) -> None:
+    if "ablation" in changes:
+        changes = {**changes, "pairs": [{name: PAIR[name] for name in ("clean", "answer", "foil")}]}
+    view = swept(site, layers=[0, 2, 3], **changes)
+    assert view.request is not None
+    visit.log_in(site.alice, "jobs")
+    study = PatchStudy.of(view.job.id, view.request, view.result)
+    last = len(view.result.pairs[0].labels) - 1
+    for layers, columns in (([0, 1], [max(0, last - 1), last]), ([2, 2], [0, last])):
+        numbers = range(view.result.layers[layers[0]], view.result.layers[layers[1]] + 1)
+        region = Region(hooks=["attn_out"], layers=list(numbers), columns=list(range(columns[0], columns[1] + 1)))
+        pairs, fields = study._closer(region, None, None, None, {})
+        made = visit.page.evaluate(
+            """async ([view, part]) => (await import("/page/lib/sweep_request.js")).closer(view.request, view.result, part)""",
+            [json.loads(to_json(view)), {"hook": "attn_out", "rows": layers, "columns": columns}],
+        )
+        found = from_json(json.dumps({**made, "layers": list(numbers)}), SweepRequest)
+        assert found == from_json(to_json({"model": MODEL, "pairs": pairs, **fields}), SweepRequest)
+
+
+def test_pairs_are_shown_as_a_mean_or_one_by_one(site: Site, visit: Visit) -> None:
+    view = swept(site, pairs=[PAIR, PAIR | {"foil": "S"}], hooks=["resid_pre"])
+    shown(visit, site, view.job.id)
+    visit.page.get_by_role("button", name="As table").click()
+    expect(visit.page.locator(".sweep-title")).to_contain_text("Mean over 2 pairs")
+
+    def wanted(grid: list[list[float | None]]) -> list[list[str]]:
+        columns: list[tuple[float | None, ...]] = list(zip(*grid, strict=True))
+        return [["none" if value is None else f"{value:.3f}".replace("-", "−") for value in row] for row in columns]
+
+    assert table_of(visit.page) == wanted(view.result.mean["pre_attn"])
+    visit.page.get_by_label("Pairs").select_option("1")
+    expect(visit.page.locator(".sweep-title")).to_contain_text("foil “S”")
+    assert table_of(visit.page) == wanted(view.result.pairs[1].grids["pre_attn"])
+
+
+# --- What can be taken away --------------------------------------------------------------------------------------------------------
+
+
+def downloaded(visit: Visit, name: str) -> Path:
+    with visit.page.expect_download() as found:
+        visit.page.get_by_role("button", name=name, exact=True).click()
+    assert found.value.suggested_filename.endswith(f".{name.lower()}")
+    return Path(found.value.path())
+
+
+def test_exports_are_the_grid_of_the_server(site: Site, visit: Visit) -> None:
+    view = swept(site)
+    shown(visit, site, view.job.id)
+    rows = list(csv.DictReader(io.StringIO(downloaded(visit, "CSV").read_text(), newline="")))
+    wanted = records(view.result)
+    assert [float(row["value"]) if row["value"] else None for row in rows] == [record["value"] for record in wanted]
+    names = ("hook", "label", "reason")
+    assert [[row[name] for name in names] for row in rows] == [[record[name] for name in names] for record in wanted]
+    assert [(int(row["layer"]), int(row["column"])) for row in rows] == [(record["layer"], record["column"]) for record in wanted]
+    study = PatchStudy.load(downloaded(visit, "JSON"))
+    assert (study.job, study.request, study.result) == (view.job.id, view.request, view.result)
+    picture = downloaded(visit, "PNG").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(picture[16:20]) > 800
+
+
+@pytest.mark.parametrize("language", ["Python", "curl", "CLI"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"pairs": [PAIR | {"clean": 'It\'s "so" $HOME\\n `is` in', "positions": [-1]}]}], ids=["plain", "quoted"]
+)
+def test_the_copied_code_runs_the_same_sweep(site: Site, visit: Visit, language: str, changes: dict[str, Any]) -> None:
+    view = swept(site, **changes)
+    shown(visit, site, view.job.id)
+    visit.page.get_by_role("tab", name=language, exact=True).click()
+    code = visit.page.locator(f'pre[data-code="{language}"]').inner_text()
+    environment = {**os.environ, "MIDSTREAM_API_KEY": site.alice.key, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = [sys.executable, "-c", code] if language == "Python" else ["bash", "-c", code]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300, stdin=subprocess.DEVNULL)
+    assert ran.returncode == 0, ran.stderr
+    newest = site.alice.get("/v1/jobs", limit=1)["jobs"][0]["id"]
+    assert newest != view.job.id
+    assert seen(site, newest).request == view.request
+
+
+# --- What goes wrong ----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unreadable_result_is_a_problem_and_not_an_empty_page(site: Site, visit: Visit) -> None:
+    view = swept(site)
+    visit.page.route(
+        f"**/v1/sweeps/{view.job.id}",
+        lambda route: route.fulfill(json={"job": {}, "request": None, "result": {"pairs": []}, "last_event": ""}),
+    )
+    visit.log_in(site.alice, f"sweep/{view.job.id}")
+    expect(visit.page.get_by_role("alert")).to_contain_text("This sweep cannot be shown")
+
+
+def test_a_sweep_of_another_tenant_is_not_there(site: Site, visit: Visit) -> None:
+    visit.allow("404")
+    view = swept(site)
+    visit.log_in(site.bob, f"sweep/{view.job.id}")
+    expect(visit.page.get_by_role("alert")).to_contain_text(f"unknown job {view.job.id}")
+
+
+def test_leaving_the_view_ends_its_stream(site: Site, visit: Visit) -> None:
+    ended: list[str] = []
+    visit.page.on("requestfailed", lambda request: ended.append(request.url))
+    with held(site, CONTROLS + SOME):
+        job_id = submitted(site)
+        with visit.page.expect_request(f"**/v1/jobs/{job_id}/events"):
+            shown(visit, site, job_id)
+        visit.page.goto(f"{site.url}/#/jobs")
+        expect(visit.page.get_by_role("heading", name="Jobs")).to_be_visible()
+        until(
+            lambda: True if any(f"{job_id}/events" in url for url in ended) or visit.page.wait_for_timeout(50) else None,
+            "the end of the stream",
+        )
+
+
+# --- For everybody, on every screen --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_views_of_sweeps_have_no_violations(site: Site, browser: Browser, scheme: str) -> None:
+    view = swept(site)
+    with visiting(browser, site.url, scheme=scheme) as visit:
+        visit.log_in(site.alice, "sweep")
+        visit.page.get_by_role("button", name="Try an example").click()
+        expect(visit.page.locator(".aligned")).to_be_visible()
+        visit.page.get_by_text("More options").click()
+        visit.check_accessible()
+        visit.page.goto(f"{site.url}/#/sweep/{view.job.id}")
+        visit.page.locator(".cells").first.focus()
+        visit.page.keyboard.press("Enter")
+        expect(visit.page.get_by_role("region", name="Closer look")).to_contain_text("cells")
+        visit.check_accessible()
+        visit.page.keyboard.press("Escape")
+        visit.page.get_by_role("button", name="As table").click()
+        expect(visit.page.get_by_role("table")).to_be_visible()
+        visit.check_accessible()
+
+
+def test_the_views_of_sweeps_fit_a_phone(site: Site, browser: Browser) -> None:
+    view = swept(site)
+    with visiting(browser, site.url, NARROW) as visit:
+        visit.log_in(site.alice, "sweep")
+        visit.page.get_by_role("button", name="Try an example").click()
+        expect(visit.page.locator(".aligned")).to_be_visible()
+        visit.check_fits()
+        visit.page.goto(f"{site.url}/#/sweep/{view.job.id}")
+        expect(visit.page.locator(".cells canvas").last).to_be_visible()
+        visit.check_fits()
+        visit.page.get_by_role("button", name="As table").click()
+        visit.check_fits()
+
+
+def test_a_fast_stream_of_cells_stalls_neither_frames_nor_input(site: Site, visit: Visit) -> None:
+    """Cells come in bursts without end, far more than 60 a second: keys are handled meanwhile, and each frame draws once, what changed."""
+    visit.log_in(site.alice, "jobs")
+    visit.page.evaluate(
+        """async () => {
+          const { Heatmap } = await import("/page/lib/heatmap.js");
+          const canvas = document.body.appendChild(document.createElement("canvas"));
+          const [rows, columns] = [40, 60], values = new Float64Array(rows * columns).fill(NaN);
+          const told = (window.told = { updates: 0, frames: 0, keys: 0, keysAt: [], going: true });
+          const numbers = (length) => Array.from({ length }, (_, n) => `${n}`);
+          const at = (row, column) => values[row * columns + column];
+          const source = { rows: numbers(rows), columns: numbers(columns), scale: () => "", at };
+          const map = (window.map = new Heatmap(canvas, source, 900));
+          addEventListener("keydown", () => { told.keys += 1; told.keysAt.push(told.updates); });
+          const frame = () => { told.frames += 1; if (told.going) requestAnimationFrame(frame); };
+          requestAnimationFrame(frame);
+          const burst = () => {
+            for (let n = 0; n < 50; n += 1) {
+              const at = told.updates++ % values.length;
+              values[at] = Math.sin(told.updates);
+              map.mark(Math.floor(at / columns), at % columns);
+            }
+            if (told.going) setTimeout(burst, 0);
+          };
+          burst();
+        }"""
+    )
+    for count in range(1, 11):
+        visit.page.keyboard.press("ArrowDown")
+        visit.page.wait_for_function("(count) => told.keys >= count && map.frames >= 3 * count && told.updates >= 300 * count", arg=count)
+    told = visit.page.evaluate("(told.going = false, { ...told, drawn: map.drawn, maps: map.frames })")
+    assert told["keys"] == 10
+    assert sorted(set(told["keysAt"])) == told["keysAt"], "keys are handled between the updates, not after them"
+    assert told["maps"] <= told["frames"] + 1, "drawn at most once for each frame"
+    assert told["drawn"] <= 40 * 60 + told["updates"], "a frame draws what has changed, not all"
