@@ -5,9 +5,10 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from .base import Record
-from .chat import Conversation
+from .chat import Conversation, ToolCall, ToolUse
 from .errors import Problem
 from .extensions import ReaderSpec
 from .features import FeatureList
@@ -17,9 +18,15 @@ from .images import ImageRef
 from .keys import DEFAULT_TENANT
 from .lens import LensSpec
 from .limits import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_FORMAT_CHOICES,
     MAX_INT64,
+    MAX_LOGIT_BIAS,
     MAX_PROMPTS,
     MAX_READERS,
+    MAX_REGEX,
+    MAX_SCHEMA,
     MAX_STOP_TEXT,
     MAX_STOP_TOKENS,
     MAX_STOPS,
@@ -44,11 +51,29 @@ Prompt = Text | TokenIds
 Seed = Annotated[int, msgspec.Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]  # torch takes 64 bits
 StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_TEXT)]
 StopTexts = Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)]
+SchemaText = Annotated[str, msgspec.Meta(max_length=MAX_SCHEMA)]
 StopTokens = Annotated[list[Index], msgspec.Meta(max_length=MAX_STOP_TOKENS)]
+LogitBias = Annotated[dict[Index, Annotated[float, msgspec.Meta(ge=-100, le=100)]], msgspec.Meta(max_length=MAX_LOGIT_BIAS)]
+AllowedTokens = Annotated[list[Index], msgspec.Meta(max_length=MAX_ALLOWED_TOKENS)]
+BadWords = Annotated[list[StopText], msgspec.Meta(max_length=MAX_BAD_WORDS)]
 ReaderList = Annotated[list[ReaderSpec], msgspec.Meta(max_length=MAX_READERS)]
 
 
-class Sampling(Record):
+class Structured(Record, omit_defaults=True):
+    """What the generated text is constrained to, one of these; JSON schemas and structural tags as JSON text."""
+
+    json: str | None = None  # a JSON schema
+    json_object: bool | None = None  # any JSON object
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # EBNF, as xgrammar reads it, or Lark
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+class Sampling(Record, omit_defaults=True):  # what is not used, older workers need not know
     """vLLM's sampling parameters that a job may set; defaults are greedy."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
@@ -60,6 +85,36 @@ class Sampling(Record):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # of the generated tokens
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # of the prompt's
+    min_tokens: int = 0  # before any stop
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # of the most likely token's probability
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0
+    logit_bias: dict[int, float] | None = None  # token id → added to its logit, -100 to 100
+    allowed_token_ids: list[int] | None = None  # no others are sampled
+    bad_words: list[str] = []  # are not generated
+    skip_special_tokens: bool = True  # in the text
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    structured_outputs: Structured | None = None
+
+
+class StructuredRequest(Record):
+    """vLLM's `structured_outputs`: exactly one constraint, and how JSON is written."""
+
+    json: SchemaText | dict[str, Any] | None = None  # a JSON schema, as text or as an object
+    json_object: Literal[True] | None = None
+    regex: Annotated[str, msgspec.Meta(max_length=MAX_REGEX)] | None = None
+    choice: (
+        Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_REGEX)]], msgspec.Meta(min_length=1, max_length=MAX_FORMAT_CHOICES)]
+        | None
+    ) = None
+    grammar: SchemaText | None = None
+    structural_tag: SchemaText | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: Annotated[str, msgspec.Meta(max_length=MAX_STOP_TEXT)] | None = None
 
 
 class SamplingRequest(Sampling):
@@ -70,6 +125,11 @@ class SamplingRequest(Sampling):
     seed: Seed | None = None
     stop: StopTexts = []
     stop_token_ids: StopTokens = []
+    min_tokens: Index = 0
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: BadWords = []
+    structured_outputs: StructuredRequest | None = None  # type: ignore[assignment]  # converted when the request is parsed
 
 
 class JobRequest(Adapted, kw_only=True):
@@ -124,6 +184,9 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     callback: Callback | None = None
     trace: str = ""  # W3C traceparent of its submission; empty: not traced
     lora: StoredLora | None = None  # adapter that all its requests are computed with
+    n: int = 1  # outputs of each prompt, which stands so often in `prompts`, one after the other
+    tools: ToolUse | None = None  # of a chat: its outputs are parsed for calls
+    echo: bool = False  # outputs come with their prompts
     fills: bool = False  # of prompts with images: generate as long as the model's length allows, which `sampling.max_tokens` exceeds
     probes: list[StoredProbe] = []  # that score all its prompts
 
@@ -144,6 +207,39 @@ class TokenLogprob(Record):
     token: str
     logprob: float
     top: list["TokenLogprob"] = []
+    rank: int | UnsetType = UNSET  # of a prompt's token: 1 for the most likely one
+
+
+class Message(Record, omit_defaults=True):
+    """What an output of a chat with tools says, as vLLM's parser reads it."""
+
+    content: str | None = None
+    tool_calls: list[ToolCall] = []
+
+
+class CallDelta(Record, omit_defaults=True):
+    """What is new of a call in a streamed message. A call's first one has `id` and `name`."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class Said(Record, omit_defaults=True):
+    """What is new of a message, as vLLM's parser reads the text while it is generated."""
+
+    content: str = ""
+    calls: list[CallDelta] = []
+
+
+class Prompted(Record):
+    """The prompt of an output."""
+
+    text: str
+    token_ids: list[int]
+    first: str = ""  # how its first token reads
+    logprobs: list[TokenLogprob | None] | None = None  # of its tokens, if `prompt_logprobs` was requested; the first has none
 
 
 class Output(Record):
@@ -152,10 +248,13 @@ class Output(Record):
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str  # stop | length | probe:NAME
+    finish_reason: str  # stop | length | tool_calls | probe:NAME
     prompt_tokens: int
     cached_tokens: int = 0  # prompt tokens served by the prefix cache
     logprobs: list[TokenLogprob] | None = None
+    stop_reason: int | str | UnsetType = UNSET  # the stop string or token that ended it, other than the end-of-sequence token
+    message: Message | UnsetType = UNSET  # with tools
+    prompt: Prompted | UnsetType = UNSET  # if it was requested
 
 
 class FileEntry(Record):
@@ -303,7 +402,8 @@ EventKind = Literal["state", "token", "score", "output", "receipt", "start", "ce
 class Event(Record):
     """One entry of a job's event stream; its id is the SSE id.
 
-    state: {state, attempt} · token: {index, text, token_ids, finish_reason} ·
+    state: {state, attempt} · token: {index, text, token_ids, finish_reason}, with tools also `delta`, and `logprobs` and `prompt` as
+    in `Output` where they were requested ·
     score: {index, position, scores: {probe: {label: score}}, aggregates: likewise} · output: {index} ·
     receipt: {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} · done: {state} ·
     of a sweep, instead of outputs and receipts on which ranks agree: start: SweepStart · cell: SweepCell · summary: SweepSummary

@@ -43,7 +43,22 @@ MAX_MESSAGES = 4096  # of a conversation, and parts of a message
 MAX_STOPS = 32  # `stop`: each is searched for after every generated token
 MAX_STOP_TEXT = 256
 MAX_STOP_TOKENS = 256  # `stop_token_ids`
+MAX_LOGIT_BIAS = 1024  # entries of `logit_bias`
+MAX_ALLOWED_TOKENS = 1 << 16  # `allowed_token_ids`
+MAX_BAD_WORDS = 256  # `bad_words`, each as long as a stop string
+MAX_CHOICES = 128  # `n`: outputs of one prompt
+MAX_CHOICE_TOKENS = 1 << 20  # of all prompts of a request with `n`, each counted `n` times: each is stored so often
 MAX_UNSERVED = 1024  # bytes of an OpenAI field that is accepted only at the value that asks for nothing
+
+# --- Tools and formats -------------------------------------------------------------------------------------------------
+
+MAX_TOOLS = 128  # of a chat, and calls in one message
+MAX_SCHEMA = 1 << 16  # bytes of a JSON schema, and characters of a grammar, in a request
+MAX_TOOLS_BYTES = 1 << 18  # of all tools together, as JSON
+MAX_NESTING = 64  # levels of a JSON schema: vLLM's own limit
+MAX_REGEX = 4096  # characters of `structured_outputs.regex`
+MAX_FORMAT_CHOICES = 1024  # entries of `structured_outputs.choice`
+MAX_TEMPLATE_OPTIONS = 1 << 12  # bytes of `chat_template_kwargs`, as JSON
 
 # --- Images ------------------------------------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ class ModelInfo(Published):
     images: int = 0  # of a prompt, at most; 0: it takes none here
     images_refused: str = ""  # why it takes none
     image_placeholder: list[int] = []  # token ids of an image in a prompt as its chat template writes it
+    tool_parser: str = ""  # vLLM's parser of tool calls; empty: chats take no tools
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint
     quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
     lora: LoraSupport | None = None  # None: no adapters are served

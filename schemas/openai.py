@@ -14,13 +14,26 @@ from .attention import AttentionKind
 from .banks import RowShape
 from .base import Record
 from .certificates import Certificate
-from .chat import Conversation
+from .chat import Conversation, NamedTool, ToolCall, ToolList
 from .errors import Problem
 from .extensions import Extension
 from .features import FeatureList
-from .jobs import CaptureResults, Determinism, Prompt, ReaderList, Seed, StopText, StopTexts, StopTokens
+from .jobs import (
+    AllowedTokens,
+    BadWords,
+    CaptureResults,
+    Determinism,
+    LogitBias,
+    Prompt,
+    ReaderList,
+    Seed,
+    StopText,
+    StopTexts,
+    StopTokens,
+    StructuredRequest,
+)
 from .lens import LensSpec
-from .limits import MAX_PROMPT_TOKENS, Count, Index, Label, Metadata, Name, Text
+from .limits import MAX_CHOICES, MAX_PROMPT_TOKENS, Count, Index, Label, Metadata, Name, Text
 from .loras import Adapted, LoraSupport
 from .probes import ProbeList, ProbeResult, TokenScores
 from .readings import FeaturesReading, LensReading, ReaderReading
@@ -28,19 +41,18 @@ from .specs import CaptureSpec, PatchList, SteeringList
 
 #: Field → the values that ask for nothing. Anything else is refused with the field's name.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1, None),
     "best_of": (1, None),
-    "echo": (False, None),
     "suffix": (None, ""),
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "logit_bias": (None, {}),
-    "tools": (None, []),
-    "tool_choice": (None, "none"),
-    "parallel_tool_calls": (None, False, True),
+    "use_beam_search": (False, None),
+    "truncate_prompt_tokens": (None,),
+    "logprob_token_ids": (None, []),
     "functions": (None, []),
     "function_call": (None, "none"),
-    "response_format": (None, {"type": "text"}),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "reasoning_effort": (None,),
+    "include_reasoning": (True, None),
+    "verbosity": (None,),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -67,8 +79,35 @@ class OpenAIProblem(Problem, kw_only=True, omit_defaults=True):
     error: OpenAIError
 
 
+class TextFormat(Record, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(Record, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchema(Record):
+    name: Label
+    schema: msgspec.Raw
+    description: Text | None = None
+    strict: bool | None = None  # the schema is followed either way
+
+
+class JsonSchemaFormat(Record, tag_field="type", tag="json_schema"):
+    """JSON that a schema allows."""
+
+    json_schema: JsonSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+#: How many alternatives come with the log-probability of a token.
+Top = Annotated[int, msgspec.Meta(ge=0, le=20)]
+
+
 class StreamOptions(Record):
-    include_usage: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: Literal[False] | None = None
     include_obfuscation: bool = False  # nothing is padded either way
 
 
@@ -99,6 +138,25 @@ class OpenAIRequest(Adapted, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: StopTokens = []
 
+    # As stock vLLM's server takes them
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = 1  # choices per prompt
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = 1.0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = 0.0
+    min_tokens: Index = 0
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: BadWords = []
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    prompt_logprobs: Top | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredRequest | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # tokens of log-probabilities read `token_id:N`
+
     # Accepted, and without effect
     user: Label | None = None
     safety_identifier: Label | None = None
@@ -107,10 +165,9 @@ class OpenAIRequest(Adapted, kw_only=True):
     store: bool | None = None
 
     # Only at the value that asks for nothing: see `ONLY`
-    n: Unserved = UNSET
-    presence_penalty: Unserved = UNSET
-    frequency_penalty: Unserved = UNSET
-    logit_bias: Unserved = UNSET
+    use_beam_search: Unserved = UNSET
+    truncate_prompt_tokens: Unserved = UNSET
+    logprob_token_ids: Unserved = UNSET
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
@@ -118,11 +175,11 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
 
     #: Text, several texts, token ids, or several lists of token ids.
     prompt: Text | Annotated[list[Prompt | Index], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
-    max_tokens: Count | None = 16
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # how many alternatives per token
+    max_tokens: Index | None = 16  # 0: only with `echo`
+    logprobs: Top | None = None  # how many alternatives per token
+    echo: bool | None = False  # the answer's text, tokens and log-probabilities begin with the prompt's
 
     best_of: Unserved = UNSET
-    echo: Unserved = UNSET
     suffix: Unserved = UNSET
 
 
@@ -133,14 +190,21 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     max_tokens: Count | None = None  # default: what the model's length leaves
     max_completion_tokens: Count | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    top_logprobs: Top | None = None
+    tools: ToolList | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None  # default: `auto` with tools
+    parallel_tool_calls: bool | None = True  # false: at most one call
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the answer continues the last message; needs `add_generation_prompt: false`
+    chat_template_kwargs: msgspec.Raw | UnsetType = UNSET  # further variables of the model's chat template
 
-    tools: Unserved = UNSET
-    tool_choice: Unserved = UNSET
-    parallel_tool_calls: Unserved = UNSET
     functions: Unserved = UNSET
     function_call: Unserved = UNSET
-    response_format: Unserved = UNSET
+    chat_template: Unserved = UNSET
+    documents: Unserved = UNSET
+    reasoning_effort: Unserved = UNSET
+    include_reasoning: Unserved = UNSET
+    verbosity: Unserved = UNSET
     modalities: Unserved = UNSET
     audio: Unserved = UNSET
     prediction: Unserved = UNSET
@@ -178,10 +242,24 @@ class Answer(Record, kw_only=True):
 
 
 class CompletionLogprobs(Record):
+    """Null: of a prompt's first token, which nothing precedes."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(Record):
+    """Of one token at one place of a prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+#: Of each token of a prompt: token id → its log-probability; null: the first token's.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class CompletionChoice(Record):
@@ -189,6 +267,10 @@ class CompletionChoice(Record):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    stop_reason: int | str | None = None  # the stop string or token that ended it
+    token_ids: list[int] | UnsetType = UNSET  # with `return_token_ids`; likewise
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # with `prompt_logprobs`
 
 
 class Completion(Answer, kw_only=True):
@@ -215,10 +297,14 @@ class ChatLogprobs(Record):
     refusal: None = None
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
 class AnswerMessage(Record):
-    role: Literal["assistant"]
-    content: str
+    role: Role
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Record):
@@ -226,6 +312,8 @@ class ChatChoice(Record):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    stop_reason: int | str | None = None  # the stop string or token that ended it
+    token_ids: list[int] | UnsetType = UNSET  # with `return_token_ids`
 
 
 class ChatCompletion(Answer, kw_only=True):
@@ -233,22 +321,37 @@ class ChatCompletion(Answer, kw_only=True):
 
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET  # with `return_token_ids`
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # with `prompt_logprobs`
+
+
+class CallPart(Record):
+    """What is new of a tool call in a chunk."""
+
+    index: int
+    function: dict[str, str]
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
 
 
 class Delta(Record):
-    role: Literal["assistant"] | UnsetType = UNSET
+    role: Role | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[CallPart] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Record):
     index: int
     delta: Delta
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    stop_reason: int | str | UnsetType | None = UNSET  # with `finish_reason`
+    token_ids: list[int] | UnsetType = UNSET  # with `return_token_ids`
 
 
 class ChatChunk(Answer, kw_only=True):
     choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | UnsetType = UNSET  # of the first chunk, with `return_token_ids`
     usage: Usage | UnsetType | None = UNSET
 
 

@@ -19,6 +19,7 @@ from ...schemas.handling import Handling, callback_of
 from ...schemas.images import digest_of
 from ...schemas.jobs import Job, Sampling, StoredPrompt
 from ...schemas.keys import EVERYBODY, Caller, scoped
+from ...schemas.limits import MAX_CHOICE_TOKENS, MAX_INT64, MAX_PROMPTS
 from ...schemas.loras import StoredLora
 from ...schemas.models import ModelInfo
 from ...schemas.probes import StoredProbe
@@ -79,7 +80,7 @@ async def tokenise(prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: Cod
             await asyncio.sleep(0)  # there may be thousands of short ones
             check_number_of_images(prompt.images, prompt.field, model)
             try:
-                ids, text = await codec.encode_chat([message for message in prompt.value if isinstance(message, dict)])
+                ids, text = await codec.encode_chat([message for message in prompt.value if isinstance(message, dict)], prompt.rendering)
             except TooLong as error:
                 raise too_long(error, prompt.field, model) from None
             stored.append(StoredPrompt(token_ids=ids, text=text, images=placed(ids, prompt.images, prompt.field, model)))
@@ -129,14 +130,55 @@ def check_lengths(parsed: ParsedRequest, prompts: Sequence[StoredPrompt], model:
     return parsed.sampling.max_tokens
 
 
-def check_sampling(sampling: Sampling, at: str, model: ModelInfo) -> None:
-    """What the types do not say of sampling parameters."""
+def check_sampling(sampling: Sampling, at: str, model: ModelInfo, max_tokens: int | None = None) -> None:
+    """What the types do not say of sampling parameters. `max_tokens`: where they say it."""
     if sampling.top_k > model.vocab_size:
         raise invalid(f"{at}top_k", "is too large", allowed=f"0 to {model.vocab_size}")
     for index, text in enumerate(sampling.stop):
         if not text:
             raise invalid(f"{at}stop[{index}]", "is empty: a stop string needs at least one character")
+    for index, text in enumerate(sampling.bad_words):
+        if not text:
+            raise invalid(f"{at}bad_words[{index}]", "is empty")
     check_vocabulary(sampling.stop_token_ids, f"{at}stop_token_ids", model)
+    if sampling.allowed_token_ids is not None and not sampling.allowed_token_ids:
+        raise invalid(f"{at}allowed_token_ids", "is empty: no token could be generated")
+    check_vocabulary(sampling.allowed_token_ids or [], f"{at}allowed_token_ids", model)
+    for token in sampling.logit_bias or {}:
+        if token >= model.vocab_size:
+            raise invalid(f"{at}logit_bias", f"token id {token} is outside the vocabulary", allowed=f"0 to {model.vocab_size - 1}")
+    if max_tokens is not None and sampling.min_tokens > max_tokens:
+        raise invalid(f"{at}min_tokens", f"{sampling.min_tokens} exceeds max_tokens", allowed=f"0 to {max_tokens}")
+
+
+def check_choices(parsed: ParsedRequest) -> None:
+    """Raises a 400 when `n` outputs of a prompt would be the same, or are more than a job has."""
+    n, sampling, prompts = parsed.n, parsed.sampling, len(parsed.prompts)
+    if n == 1:
+        return
+    if sampling.temperature == 0:
+        raise invalid("n", f"is {n} with temperature 0, where all choices would be the same", allowed="1, or a temperature above 0")
+    if prompts * n > MAX_PROMPTS:
+        raise invalid("n", f"is {n} for {prompts} prompts", allowed=f"at most {MAX_PROMPTS} choices in one request")
+    if sampling.seed is not None and sampling.seed > MAX_INT64 - n:
+        raise invalid("seed", "is too large: each choice adds 1 to it", allowed=f"at most {MAX_INT64 - n} with n: {n}")
+
+
+def with_choices(parsed: ParsedRequest, prompts: list[StoredPrompt]) -> tuple[ParsedRequest, list[StoredPrompt]]:
+    """The request with each prompt as often as it has outputs. Raises a 400 when that is too much to store."""
+    if parsed.n == 1:
+        return parsed, prompts
+    tokens = parsed.n * sum(len(prompt.token_ids) for prompt in prompts)
+    if tokens > MAX_CHOICE_TOKENS:
+        raise invalid("n", f"{parsed.n} choices have prompts of {tokens} tokens in all", allowed=f"at most {MAX_CHOICE_TOKENS}")
+    repeated = [prompt for prompt in parsed.prompts for _ in range(parsed.n)]
+    return replace(parsed, prompts=repeated), [prompt for prompt in prompts for _ in range(parsed.n)]
+
+
+def check_tools(parsed: ParsedRequest, model: ModelInfo) -> None:
+    """Raises a 400 when the worker has no parser for the model's tool calls."""
+    if parsed.tools is not None and not model.tool_parser:
+        raise invalid("tools", f"{model.name!r} is served without a parser of tool calls (setting tool_parser)", allowed="no tools")
 
 
 # --- Captures and steering -------------------------------------------------------------------------------------------
@@ -280,8 +322,10 @@ async def admit(
     lora: StoredLora | None = None, probes: Sequence[StoredProbe] = (),
 ) -> Admitted:  # fmt: skip
     """The wish as a job of `caller` under `job_id`, with adapter and probes. Raises a 400 with the path of the field at fault."""
-    check_sampling(parsed.sampling, parsed.sampling_at, model)
-    prompts = await tokenise(parsed.prompts, model, codec)
+    check_sampling(parsed.sampling, parsed.sampling_at, model, None if parsed.fill_max_tokens else parsed.sampling.max_tokens)
+    check_choices(parsed)
+    check_tools(parsed, model)
+    parsed, prompts = with_choices(parsed, await tokenise(parsed.prompts, model, codec))
     max_tokens = check_lengths(parsed, prompts, model)
     check_tokens(probes, [len(prompt.token_ids) + max_tokens for prompt in prompts])
     captures, steering, blobs = await resolve(parsed, prompts, model, codec, max_tokens, model_state, probes)
@@ -299,6 +343,9 @@ async def admit(
         metadata=parsed.metadata,
         modules={name: model_state.modules[name].digest for name in modules_of(parsed)},
         runs={name: model_state.runs[name].job for name in runs_of(parsed.patch)},
+        n=parsed.n,
+        tools=parsed.tools,
+        echo=parsed.echo,
         fills=parsed.fill_max_tokens and any(prompt.images for prompt in prompts),
         run=scoped(caller.tenant, parsed.capture.run) if parsed.capture and parsed.capture.run else "",
         lora=lora,

@@ -20,6 +20,7 @@ from ...schemas.specs import StoredCapture
 from ...storage.store import below
 from .admission import check_vocabulary
 from .captures import SITE_RULES, Bounds, PromptFacts
+from .formats import structured
 
 
 async def plan_harvest(
@@ -28,6 +29,8 @@ async def plan_harvest(
     """`steering`: digest of the global steering. `sources`: the tenant's own. Raises a 400 naming the field and what is valid."""
     sites = _sites(body, info)
     generated = body.generate.max_tokens if body.generate is not None else 1
+    if body.generate is not None:
+        structured(body.generate.structured_outputs, "generate.structured_outputs")
     longest = info.max_model_len - generated
     if longest < 1:
         raise invalid("generate.max_tokens", f"{generated} leaves no room for a document", allowed=f"at most {info.max_model_len - 1}")

@@ -1,25 +1,26 @@
 """Parsing of the three request body shapes into one `ParsedRequest`."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from dataclasses import field as dataclass_field
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET
 
-from ...schemas.chat import ChatMessage, ImagePart, PlainMessage, TextPart
+from ...schemas.chat import PLAIN, ChatMessage, ImagePart, PlainMessage, Rendering, TextPart, ToolCall, ToolUse
 from ...schemas.errors import invalid
 from ...schemas.extensions import ReaderSpec
 from ...schemas.features import FeatureSpec
 from ...schemas.handling import Handling, handling_of
-from ...schemas.jobs import JobRequest, Sampling
+from ...schemas.jobs import JobRequest, Sampling, SamplingRequest
 from ...schemas.lens import LensSpec
 from ...schemas.limits import MAX_PROMPTS, MAX_UNSERVED
 from ...schemas.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
 from ...schemas.probes import ProbeUse
 from ...schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
 from .feature_wishes import FeatureWish
+from .formats import format_of, rendering_of, structured, tool_use
 from .images import read_image
 
 
@@ -30,6 +31,7 @@ class ParsedPrompt:
     field: str
     value: str | list[int] | list[PlainMessage]
     images: list[bytes] = dataclass_field(default_factory=list)  # of a conversation, in its order
+    rendering: Rendering = PLAIN  # of a conversation
 
     @property
     def is_conversation(self) -> bool:
@@ -47,6 +49,9 @@ class ParsedRequest:
     sampling_at: str = ""
     max_tokens_at: str = "max_tokens"
     fill_max_tokens: bool = False  # generate as long as the model's length allows
+    n: int = 1  # outputs of each prompt
+    tools: ToolUse | None = None
+    echo: bool = False  # outputs come with their prompts
     capture: CaptureSpec | None = None
     steering: list[SteeringSpec] = field(default_factory=list)
     patch: list[PatchSpec] = field(default_factory=list)
@@ -71,7 +76,7 @@ def parse_job(body: JobRequest) -> ParsedRequest:
         kind="generate",
         model=body.model,
         prompts=prompts or chats,
-        sampling=body.sampling,
+        sampling=_as_stored(body.sampling),
         sampling_at="sampling.",
         max_tokens_at="sampling.max_tokens",
         capture=body.capture,
@@ -90,13 +95,19 @@ def parse_job(body: JobRequest) -> ParsedRequest:
 def parse_completion(body: CompletionRequest) -> ParsedRequest:
     """The body of `POST /v1/completions`. Raises a 400 naming the field that we do not serve."""
     _refuse_unserved(body)
-    if body.stream and body.logprobs is not None:
-        raise invalid("logprobs", "is not valid with stream: true", allowed="null, or stream: false")
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens", "is 0", allowed="at least 1; 0 with echo: true")
+    sampling = _sampling(body, max_tokens or 1, body.logprobs)  # with `echo` alone one token is generated, and not shown
+    if body.echo and sampling.prompt_logprobs is None:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs)
     return ParsedRequest(
         kind="completion",
         model=body.model,
         prompts=_completion_prompts(body.prompt),
-        sampling=_sampling(body, 16 if body.max_tokens is None else body.max_tokens, body.logprobs),
+        sampling=sampling,
+        n=body.n or 1,
+        echo=bool(body.echo or body.return_token_ids or body.prompt_logprobs is not None),
         capture=body.capture,
         steering=body.steering,
         patch=body.patch,
@@ -114,16 +125,17 @@ def parse_completion(body: CompletionRequest) -> ParsedRequest:
 def parse_chat(body: ChatRequest) -> ParsedRequest:
     """The body of `POST /v1/chat/completions`. Raises a 400 naming the field that we do not serve."""
     _refuse_unserved(body)
-    if body.stream and body.logprobs:
-        raise invalid("logprobs", "is not valid with stream: true", allowed="false, or stream: false")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     named = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(body, named)
     return ParsedRequest(
         kind="chat",
         model=body.model,
-        prompts=[parse_conversation("messages", body.messages)],
+        prompts=[replace(parse_conversation("messages", body.messages), rendering=rendering_of(body))],
+        n=body.n or 1,
+        tools=tool_use(body),
+        echo=bool(body.return_token_ids or body.prompt_logprobs is not None),
         sampling=_sampling(body, max_tokens or 1, (body.top_logprobs or 0) if body.logprobs else None),
         max_tokens_at=named,
         fill_max_tokens=max_tokens is None,
@@ -149,6 +161,8 @@ def _refuse_unserved(body: OpenAIRequest) -> None:
             raise invalid(name, f"{shown} is not supported", allowed=f"omit it, or {msgspec.json.encode(harmless[0]).decode()}")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "needs stream: true")
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "is not valid with stream: true", allowed="null, or stream: false")
 
 
 def _is_one_of(raw: bytes, values: Sequence[Any]) -> bool:
@@ -164,7 +178,13 @@ def _sampling(body: OpenAIRequest, max_tokens: int, logprobs: int | None) -> Sam
     given = {name: value for name in Sampling.__struct_fields__ if (value := getattr(body, name, None)) is not None}
     if isinstance(body.stop, str):
         given["stop"] = [body.stop]
+    given["structured_outputs"] = format_of(body)
     return Sampling(**{"temperature": 1.0, **given, "max_tokens": max_tokens, "logprobs": logprobs})
+
+
+def _as_stored(sampling: SamplingRequest) -> Sampling:
+    given = {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
+    return Sampling(**{**given, "structured_outputs": structured(sampling.structured_outputs, "sampling.structured_outputs")})
 
 
 def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[ParsedPrompt]:
@@ -184,15 +204,29 @@ def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[Parse
 
 
 def parse_conversation(at: str, messages: Sequence[ChatMessage]) -> ParsedPrompt:
-    """One conversation, whose images are read. Raises a 400 naming the part below `at` that is not an image."""
+    """One conversation, whose images are read. Raises a 400 naming the message or part below `at` that is not valid."""
+    for number, message in enumerate(messages):
+        _check_message(message, f"{at}[{number}]")
     images = [
         read_image(part, f"{at}[{number}].content[{index}]")
         for number, message in enumerate(messages)
-        if not isinstance(message.content, str)
+        if isinstance(message.content, list)
         for index, part in enumerate(message.content)
         if isinstance(part, ImagePart)
     ]
     return ParsedPrompt(at, plain_messages(messages), images)
+
+
+#: Role → members of a message that belong to no other.
+_OF_ROLE = {"tool_calls": "assistant", "reasoning": "assistant", "tool_call_id": "tool"}
+
+
+def _check_message(message: ChatMessage, at: str) -> None:
+    if message.content is None and message.role != "assistant":
+        raise invalid(f"{at}.content", f"is required of a message with role {message.role!r}")
+    for name, role in _OF_ROLE.items():
+        if getattr(message, name) is not None and message.role != role:
+            raise invalid(f"{at}.{name}", f"is not valid with role {message.role!r}", allowed=f"role {role!r}")
 
 
 def plain_messages(messages: Iterable[ChatMessage]) -> list[PlainMessage]:
@@ -201,12 +235,29 @@ def plain_messages(messages: Iterable[ChatMessage]) -> list[PlainMessage]:
 
 
 def _message(message: ChatMessage) -> PlainMessage:
-    plain = {"role": "system" if message.role == "developer" else message.role, "content": _content(message)}
-    return plain if message.name is None else {**plain, "name": message.name}
+    plain: PlainMessage = {"role": "system" if message.role == "developer" else message.role, "content": _content(message)}
+    if message.tool_calls:
+        plain["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    if message.reasoning is not None:
+        plain |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}  # templates read either
+    same = {name: value for name in ("tool_call_id", "name") if (value := getattr(message, name)) is not None}
+    return {**plain, **same}
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    """As chat templates read it, with the arguments as an object; `{}` where a model once wrote something else."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments)
+    except (msgspec.DecodeError, RecursionError):
+        arguments = {}
+    arguments = arguments if isinstance(arguments, dict) else {}
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _content(message: ChatMessage) -> str | list[dict[str, str]]:
     """The text; parts where one of them is an image."""
+    if message.content is None:
+        return ""
     if isinstance(message.content, str):
         return message.content
     if any(isinstance(part, ImagePart) for part in message.content):

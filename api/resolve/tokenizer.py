@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from ...broker.artifacts.chat_templates import in_parts, template_environment
-from ...schemas.chat import PlainMessage, characters_of
+from ...schemas.chat import PLAIN, PlainMessage, Rendering, characters_of
 from ...schemas.errors import MidstreamError, invalid, shortened
 from ...schemas.models import TokenizerBundle
 from ...schemas.selectors import SelectorError, Span
@@ -53,7 +53,7 @@ class LongTexts(Protocol):
 
     async def encode(self, texts: Sequence[str], special_tokens: bool, limit: int, offsets: bool) -> list[Encoded]: ...
 
-    async def encode_chat(self, messages: Sequence[PlainMessage], limit: int) -> tuple[np.ndarray, str]: ...
+    async def encode_chat(self, messages: Sequence[PlainMessage], rendering: Rendering, limit: int) -> tuple[np.ndarray, str]: ...
 
 
 @dataclass(frozen=True)
@@ -212,29 +212,33 @@ class Codec:
 
         return await anyio.to_thread.run_sync(work)
 
-    async def encode_chat(self, messages: Sequence[PlainMessage]) -> tuple[list[int], str]:
-        """Token ids and text of a conversation, opened for the assistant's turn.
+    async def encode_chat(self, messages: Sequence[PlainMessage], rendering: Rendering = PLAIN) -> tuple[list[int], str]:
+        """Token ids and text of a conversation, by default opened for the assistant's turn.
 
         Raises a 400 naming `messages` when the model has no chat template or its template refuses the conversation.
         """
-        characters = characters_of(messages)
+        characters = characters_of([*messages, {"tools": rendering.tools}, rendering.options])
         self._check_characters(0, characters)
         helpers = self._long_texts
         if helpers is not None and (characters > INLINE_CHARACTERS or len(messages) > INLINE_MESSAGES):
-            found, text = await helpers.encode_chat(messages, self._limit)
+            found, text = await helpers.encode_chat(messages, rendering, self._limit)
             return self.as_list(found), text
-        text = self.render(messages)
+        text = self.render(messages, rendering)
         (ids,) = await self.encode([text], special_tokens=False)  # the template writes them itself
         return ids, text
 
-    def render(self, messages: Sequence[PlainMessage]) -> str:
+    def render(self, messages: Sequence[PlainMessage], rendering: Rendering = PLAIN) -> str:
         template = self._template
+        given = {**rendering.options, **self._bundle.special_tokens, "tools": rendering.tools, "documents": None}
+        if rendering.continued:
+            messages = [*messages[:-1], _to_be_continued(messages[-1])]
         if self._bundle.parts:
             messages = [{**message, "content": in_parts(message["content"])} for message in messages]
         try:
-            return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._bundle.special_tokens)
+            text = template.render(messages=messages, add_generation_prompt=rendering.opened, **given)
         except Exception as error:  # whatever a template may raise, it is this conversation that it refuses
             raise invalid("messages", f"the model's chat template rejects them: {error}") from error
+        return _cut(text) if rendering.continued else text
 
     @cached_property
     def _template(self) -> jinja2.Template:
@@ -244,6 +248,23 @@ class Codec:
             return template_environment().from_string(self._bundle.chat_template)
         except jinja2.TemplateSyntaxError as error:
             raise invalid("messages", f"this model's chat template is broken: {error}", allowed="use /v1/completions") from error
+
+
+#: Ends the text of a message that is to be continued, so that the template's own ending can be cut off behind it.
+_CONTINUED = "\ue000continued\ue000"  # of a private use area: no template strips it
+
+
+def _to_be_continued(message: PlainMessage) -> PlainMessage:
+    if not isinstance(message["content"], str):
+        raise invalid("continue_final_message", "the last message has parts", allowed="a last message with text")
+    return {**message, "content": message["content"] + _CONTINUED + " "}
+
+
+def _cut(text: str) -> str:
+    before, mark, after = text.rpartition(_CONTINUED)
+    if not mark:
+        raise invalid("continue_final_message", "the model's chat template leaves out the last message's end")
+    return before if after.startswith(" ") else before.rstrip()  # the template strips messages
 
 
 def found_map(text: str, found: Encoded, ids: Sequence[int]) -> TextMap | None:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from ...schemas.base import Wire, from_msgpack, to_msgpack
-from ...schemas.chat import PlainMessage, characters_of
+from ...schemas.chat import PLAIN, PlainMessage, Rendering, characters_of
 from ...schemas.errors import MidstreamError, Problem
 from ...schemas.models import TokenizerBundle
 from ...schemas.settings import Settings
@@ -54,6 +54,7 @@ class Ask(Wire):
     special_tokens: bool
     limit: int  # tokens; of a text with more only their number is answered
     offsets: bool = False  # whether the answer includes offsets
+    rendering: Rendering = PLAIN  # of the conversation
 
 
 class Answer(Wire):
@@ -101,10 +102,10 @@ class Helpers:
         return found
 
     async def encode_chat(
-        self, tokenizer: str, fetch: Callable[[], Awaitable[bytes]], messages: Sequence[PlainMessage], limit: int
+        self, tokenizer: str, fetch: Callable[[], Awaitable[bytes]], messages: Sequence[PlainMessage], rendering: Rendering, limit: int
     ) -> tuple[np.ndarray, str]:
         """Token ids and text of a conversation; raises as `encode`, and what the chat template refuses."""
-        answer = await self._ask(Ask(tokenizer, b"", [], list(messages), False, limit), fetch)
+        answer = await self._ask(Ask(tokenizer, b"", [], list(messages), False, limit, rendering=rendering), fetch)
         return np.frombuffer(answer.ids[0], np.int32), answer.text
 
     async def close(self) -> None:
@@ -180,9 +181,9 @@ class BundleHelpers:
         """As `Helpers.encode`."""
         return await self.helpers.encode(self.tokenizer, self.fetch, texts, special_tokens, limit, offsets)
 
-    async def encode_chat(self, messages: Sequence[PlainMessage], limit: int) -> tuple[np.ndarray, str]:
+    async def encode_chat(self, messages: Sequence[PlainMessage], rendering: Rendering, limit: int) -> tuple[np.ndarray, str]:
         """As `Helpers.encode_chat`."""
-        return await self.helpers.encode_chat(self.tokenizer, self.fetch, messages, limit)
+        return await self.helpers.encode_chat(self.tokenizer, self.fetch, messages, rendering, limit)
 
 
 async def _exchange(process: asyncio.subprocess.Process, ask: Ask) -> Answer:
@@ -224,7 +225,7 @@ def answer(ask: Ask, codecs: "OrderedDict[str, Codec]") -> Answer:
     texts = ask.texts
     if ask.messages:
         try:
-            texts = [codec.render(ask.messages)]
+            texts = [codec.render(ask.messages, ask.rendering)]
         except MidstreamError as error:
             return Answer(False, [], problem=error.problem())
     ids, offsets = [], []

@@ -1,28 +1,93 @@
-"""Job results in OpenAI's two shapes, whole and in chunks: two `Shape`s that routes use alike."""
+"""Job results in OpenAI's two shapes, whole and in chunks: two `Shape`s that routes use alike.
+
+Where OpenAI's API leaves something open, an answer is as stock vLLM's server gives it: `docs/openai-compatibility.md` compares them.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
-from ...schemas.jobs import JobResult, Output, TokenLogprob
+from ...schemas.jobs import CallDelta, JobResult, Output, Prompted, TokenLogprob
 from ...schemas.openai import (
     AnswerMessage,
     CachedTokens,
+    CallPart,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatLogprob,
     ChatLogprobs,
+    ChatRequest,
     Completion,
     CompletionChoice,
     CompletionChunk,
     CompletionLogprobs,
+    CompletionRequest,
     Delta,
+    PromptLogprob,
+    PromptLogprobs,
+    Role,
     Usage,
 )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request wants of its answer."""
+
+    n: int = 1
+    logprobs: int | None = None  # alternatives of each token; None: no log-probabilities
+    echo: bool = False  # the prompt comes first
+    prompt_alone: bool = False  # and nothing else
+    token_ids: bool = False
+    tokens_as_ids: bool = False  # tokens of log-probabilities read `token_id:N`
+    role: Role = "assistant"  # of a chat's message
+
+    @property
+    def tokens(self) -> bool:
+        """Whether chunks carry something of each token in addition to the text."""
+        return self.token_ids or self.logprobs is not None
+
+
+def wanted_of(body: CompletionRequest | ChatRequest) -> Wanted:
+    as_ids, ids, n = bool(body.return_tokens_as_token_ids), bool(body.return_token_ids), body.n or 1
+    if isinstance(body, ChatRequest):
+        role: Role = "assistant" if body.add_generation_prompt else body.messages[-1].role
+        return Wanted(n, (body.top_logprobs or 0) if body.logprobs else None, token_ids=ids, tokens_as_ids=as_ids, role=role)
+    echo = bool(body.echo)
+    return Wanted(n, body.logprobs, echo, echo and body.max_tokens == 0, ids, as_ids)
+
+
+@dataclass
+class News:
+    """A part of what is generated for one choice; or the whole."""
+
+    text: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt: Prompted | None = None  # of the first part, where the answer says something of the prompt
+    offset: int = 0  # of its first token in the text of all tokens
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.calls or self.ids or self.logprobs or self.prompt)
+
+
+def news_of(output: Output) -> News:
+    """A whole output."""
+    message, prompt = output.message, output.prompt
+    given = News(output.text, [], output.token_ids, output.logprobs or [], None if isinstance(prompt, UnsetType) else prompt)
+    if isinstance(message, UnsetType):
+        return given
+    given.text = message.content or ""
+    given.calls = [
+        CallDelta(index=index, id=call.id, name=call.function.name, arguments=call.function.arguments)
+        for index, call in enumerate(message.tool_calls)
+    ]
+    return given
 
 
 @dataclass(frozen=True)
@@ -31,18 +96,20 @@ class Shape:
 
     answer: Callable[..., Any]
     answer_object: str
-    choice: Callable[[Output], Any]
+    choice: Callable[[Output, Wanted], Any]
+    about_prompt: Callable[[Output, Wanted], dict[str, Any]]  # members of the answer itself
     chunk: Callable[..., Any]
     chunk_object: str
-    opening: Callable[[int], Any] | None  # said once per choice before its first text
-    delta: Callable[[int, str], Any]
-    finish: Callable[[int, str], Any]
+    opening: Callable[[int, Wanted], Any] | None  # said once per choice before its first text
+    delta: Callable[[int, News, Wanted], Any]
+    finish: Callable[[Output, Wanted], Any]
 
 
-def usage(outputs: Sequence[Output]) -> Usage:
-    prompt = sum(output.prompt_tokens for output in outputs)
+def usage(outputs: Sequence[Output], n: int = 1) -> Usage:
+    """Of outputs in their order, `n` of each prompt: a prompt counts once."""
+    prompt = sum(output.prompt_tokens for output in outputs[::n])
     generated = sum(len(output.token_ids) for output in outputs)
-    cached = CachedTokens(cached_tokens=sum(output.cached_tokens for output in outputs))
+    cached = CachedTokens(cached_tokens=sum(output.cached_tokens for output in outputs[::n]))
     return Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated, prompt_tokens_details=cached)
 
 
@@ -55,63 +122,184 @@ def extras(result: JobResult, wanted: bool, settled: bool, readings: Iterable[st
     return {**found, "capture_results": result.capture_results, "determinism": result.determinism if settled else None}
 
 
-def _completion_choice(output: Output) -> CompletionChoice:
-    logprobs = None if output.logprobs is None else _completion_logprobs(output.logprobs)
-    return CompletionChoice(index=output.index, text=output.text, logprobs=logprobs, finish_reason=output.finish_reason)
+def _stop_reason(output: Output) -> int | str | None:
+    return None if isinstance(output.stop_reason, UnsetType) else output.stop_reason
 
 
-def _completion_logprobs(tokens: Sequence[TokenLogprob]) -> CompletionLogprobs:
-    offsets, at = [], 0
-    for token in tokens:
+def _shown(token: TokenLogprob, wanted: Wanted) -> str:
+    return f"token_id:{token.token_id}" if wanted.tokens_as_ids else token.token
+
+
+def _in_order(token: TokenLogprob) -> list[TokenLogprob]:
+    """The generated token, then the most likely others."""
+    return [token, *(other for other in token.top if other.token_id != token.token_id)]
+
+
+# --- Completions -----------------------------------------------------------------------------------------------------
+
+
+def _completion_choice(output: Output, wanted: Wanted) -> CompletionChoice:
+    news = news_of(output)
+    choice = _completion_delta(output.index, news, wanted)
+    ids = news.prompt.token_ids if wanted.token_ids and news.prompt else UNSET
+    return CompletionChoice(
+        index=output.index,
+        text=choice.text,
+        logprobs=choice.logprobs,
+        finish_reason=output.finish_reason,
+        stop_reason=_stop_reason(output),
+        token_ids=output.token_ids if wanted.token_ids else UNSET,
+        prompt_token_ids=ids,
+        prompt_logprobs=_prompt_logprobs(news.prompt),
+    )
+
+
+def _completion_delta(index: int, news: News, wanted: Wanted) -> CompletionChoice:
+    text, logprobs, prompt = news.text, news.logprobs, news.prompt
+    if wanted.prompt_alone:
+        text, logprobs = "", []
+    if wanted.echo and prompt is not None and not wanted.token_ids:
+        text = prompt.text + text
+    before = prompt if wanted.echo else None
+    return CompletionChoice(
+        index=index,
+        text=text,
+        logprobs=None if wanted.logprobs is None else _completion_logprobs(logprobs, wanted, before, news.offset),
+        finish_reason=None,
+        token_ids=news.ids if wanted.token_ids else UNSET,
+        prompt_token_ids=prompt.token_ids if prompt is not None and wanted.token_ids else UNSET,
+    )
+
+
+def _completion_finish(output: Output, wanted: Wanted) -> CompletionChoice:
+    return CompletionChoice(
+        index=output.index, text="", logprobs=None, finish_reason=output.finish_reason, stop_reason=_stop_reason(output)
+    )
+
+
+def _completion_logprobs(generated: Sequence[TokenLogprob], wanted: Wanted, before: Prompted | None, at: int) -> CompletionLogprobs:
+    """Of the prompt's tokens and the generated ones. A prompt's first has none."""
+    tokens: list[TokenLogprob | None] = [*((before.logprobs or []) if before else []), *generated]
+    first = f"token_id:{before.token_ids[0]}" if before and wanted.tokens_as_ids else before.first if before else ""
+    shown = [first if token is None else _shown(token, wanted) for token in tokens]
+    offsets = []
+    for text in shown:
         offsets.append(at)
-        at += len(token.token)
+        at += len(text)
+    most = (wanted.logprobs or 0) + 1
     return CompletionLogprobs(
-        tokens=[token.token for token in tokens],
-        token_logprobs=[token.logprob for token in tokens],
-        top_logprobs=[{alternative.token: alternative.logprob for alternative in token.top} for token in tokens],
+        tokens=shown,
+        token_logprobs=[None if token is None else token.logprob for token in tokens],
+        top_logprobs=[
+            None if token is None else {_shown(other, wanted): other.logprob for other in _in_order(token)[:most]} for token in tokens
+        ],
         text_offset=offsets,
     )
 
 
-def _chat_choice(output: Output) -> ChatChoice:
-    logprobs = None if output.logprobs is None else ChatLogprobs(content=[_chat_logprob(token) for token in output.logprobs])
-    message = AnswerMessage(role="assistant", content=output.text)
-    return ChatChoice(index=output.index, message=message, logprobs=logprobs, finish_reason=output.finish_reason)
+def _prompt_logprobs(prompt: Prompted | None) -> PromptLogprobs | UnsetType:
+    if prompt is None or prompt.logprobs is None:
+        return UNSET
+    return [
+        None
+        if token is None
+        else {
+            other.token_id: PromptLogprob(
+                logprob=other.logprob, rank=None if isinstance(other.rank, UnsetType) else other.rank, decoded_token=other.token
+            )
+            for other in _in_order(token)
+        }
+        for token in prompt.logprobs
+    ]
 
 
-def _chat_logprob(token: TokenLogprob) -> ChatLogprob:
-    return ChatLogprob(
-        token=token.token,
-        logprob=token.logprob,
-        bytes=list(token.token.encode()),
-        top_logprobs=[_chat_logprob(alternative) for alternative in token.top],
+# --- Chats -----------------------------------------------------------------------------------------------------------
+
+
+def _chat_choice(output: Output, wanted: Wanted) -> ChatChoice:
+    content: str | None = output.text
+    calls: Any = UNSET
+    if not isinstance(output.message, UnsetType):
+        content, calls = output.message.content, output.message.tool_calls or UNSET
+    return ChatChoice(
+        index=output.index,
+        message=AnswerMessage(role=wanted.role, content=content, tool_calls=calls),
+        logprobs=_chat_logprobs(output.logprobs or [], wanted),
+        finish_reason=output.finish_reason,
+        stop_reason=_stop_reason(output),
+        token_ids=output.token_ids if wanted.token_ids else UNSET,
     )
+
+
+def _about_chat_prompt(output: Output, wanted: Wanted) -> dict[str, Any]:
+    prompt = output.prompt
+    if isinstance(prompt, UnsetType):
+        return {}
+    return {"prompt_token_ids": prompt.token_ids if wanted.token_ids else UNSET, "prompt_logprobs": _prompt_logprobs(prompt)}
+
+
+def _chat_logprobs(tokens: Sequence[TokenLogprob], wanted: Wanted) -> ChatLogprobs | None:
+    return None if wanted.logprobs is None else ChatLogprobs(content=[_chat_logprob(token, wanted) for token in tokens])
+
+
+def _chat_logprob(token: TokenLogprob, wanted: Wanted) -> ChatLogprob:
+    top = [
+        ChatLogprob(token=_shown(other, wanted), logprob=other.logprob, bytes=list(_shown(other, wanted).encode()))
+        for other in _in_order(token)[: wanted.logprobs or 0]
+    ]
+    return ChatLogprob(token=_shown(token, wanted), logprob=token.logprob, bytes=list(token.token.encode()), top_logprobs=top)
+
+
+def _chat_opening(index: int, wanted: Wanted) -> ChatChunkChoice:
+    return ChatChunkChoice(index=index, delta=Delta(role=wanted.role, content=""), finish_reason=None)
+
+
+def _chat_delta(index: int, news: News, wanted: Wanted) -> ChatChunkChoice:
+    calls = [_call_part(call) for call in news.calls]
+    return ChatChunkChoice(
+        index=index,
+        delta=Delta(content=news.text or UNSET, tool_calls=calls or UNSET),
+        finish_reason=None,
+        logprobs=_chat_logprobs(news.logprobs, wanted) if news.logprobs else None,
+        token_ids=news.ids if wanted.token_ids else UNSET,
+    )
+
+
+def _call_part(call: CallDelta) -> CallPart:
+    function = {name: value for name in ("name", "arguments") if (value := getattr(call, name))}
+    return CallPart(index=call.index, function=function, id=call.id or UNSET, type="function" if call.id else UNSET)
+
+
+def _chat_finish(output: Output, wanted: Wanted) -> ChatChunkChoice:
+    return ChatChunkChoice(index=output.index, delta=Delta(), finish_reason=output.finish_reason, stop_reason=_stop_reason(output))
 
 
 COMPLETION = Shape(
     answer=Completion,
     answer_object="text_completion",
     choice=_completion_choice,
+    about_prompt=lambda output, wanted: {},
     chunk=CompletionChunk,
     chunk_object="text_completion",
     opening=None,
-    delta=lambda index, text: CompletionChoice(index=index, text=text, logprobs=None, finish_reason=None),
-    finish=lambda index, reason: CompletionChoice(index=index, text="", logprobs=None, finish_reason=reason),
+    delta=_completion_delta,
+    finish=_completion_finish,
 )
 
 CHAT = Shape(
     answer=ChatCompletion,
     answer_object="chat.completion",
     choice=_chat_choice,
+    about_prompt=_about_chat_prompt,
     chunk=ChatChunk,
     chunk_object="chat.completion.chunk",
-    opening=lambda index: ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""), finish_reason=None),
-    delta=lambda index, text: ChatChunkChoice(index=index, delta=Delta(content=text), finish_reason=None),
-    finish=lambda index, reason: ChatChunkChoice(index=index, delta=Delta(), finish_reason=reason),
+    opening=_chat_opening,
+    delta=_chat_delta,
+    finish=_chat_finish,
 )
 
 
-def whole(shape: Shape, result: JobResult, created: float, more: dict[str, Any]) -> Any:
+def whole(shape: Shape, result: JobResult, created: float, wanted: Wanted, more: dict[str, Any]) -> Any:
     """The answer of a request without `stream`."""
     outputs = sorted(result.outputs, key=lambda output: output.index)
     return shape.answer(
@@ -119,8 +307,9 @@ def whole(shape: Shape, result: JobResult, created: float, more: dict[str, Any])
         object=shape.answer_object,
         created=int(created),
         model=result.model,
-        choices=[shape.choice(output) for output in outputs],
-        usage=usage(outputs),
+        choices=[shape.choice(output, wanted) for output in outputs],
+        usage=usage(outputs, wanted.n),
+        **shape.about_prompt(outputs[0], wanted),
         **more,
     )
 

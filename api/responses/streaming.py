@@ -1,54 +1,29 @@
 """Streaming of completions: tokens from the job's event stream, then the finish, held until everything requested is settled.
 
-What was sent to the client is compared with the job's output, so that a job restarted on another worker continues where
-the client is, and a text that turns out different is an error and not a silent splice.
+What was sent to the client is compared with the job's output: see `sent`.
 """
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from ...schemas.base import to_json
 from ...schemas.errors import MidstreamError, Problem
-from ...schemas.jobs import Event, JobView
+from ...schemas.jobs import Event, JobView, Output
 from ...schemas.keys import Caller
 from ...schemas.probes import TokenScores
 from ..context import AppContext
 from ..web import problems
 from ..web.key_revocation import HeldKey
 from . import events, openai_shapes
-from .openai_shapes import Shape
+from .openai_shapes import News, Shape, Wanted
 from .outcome import failure_of, is_over, job_url, result_of
+from .sent import Sent
 
 END = b"data: [DONE]\n\n"
-
-
-@dataclass
-class Sent:
-    """How much of one prompt's text the client has, and how far the current attempt has come."""
-
-    text: str = ""
-    seen: str = ""
-    opened: bool = False
-
-    def news(self, delta: str) -> str:
-        """What of the attempt's next text the client does not have yet. Raises MidstreamError when it contradicts what it has."""
-        self.seen += delta
-        return self.upto(self.seen)
-
-    def upto(self, text: str) -> str:
-        """What is missing up to `text`; raises as `news` does."""
-        if self.text.startswith(text):
-            return ""
-        if not text.startswith(self.text):
-            raise MidstreamError(
-                "worker_lost", "the job restarted on another worker and generated different text; repeat the request, or set a seed"
-            )
-        missing, self.text = text[len(self.text) :], text
-        return missing
 
 
 @dataclass
@@ -60,7 +35,8 @@ class Streamed:
     job_id: str
     model: str
     created: float
-    prompts: int
+    choices: int  # that it has in all
+    wanted: Wanted
     caller: Caller
     until: Callable[[JobView], bool]
     with_usage: bool
@@ -105,7 +81,7 @@ class Streamed:
                 elif event.event == "output":
                     finished.add(_number(event, "index"))
             yield b"".join(chunks) if chunks else events.PING
-            if len(finished) == self.prompts:
+            if len(finished) == self.choices:
                 return
             self._check(deadline)
         self._check(deadline)
@@ -114,21 +90,25 @@ class Streamed:
         self.attempt = attempt
         self.scores.clear()
         for sent in self.sent.values():
-            sent.seen = ""
+            sent.begin_anew()
 
     def _chunks(self, event: Event) -> list[bytes]:
         index = _number(event, "index")
-        text = event.data.get("text")
-        return self._text(index, self._of(index).news(text if isinstance(text, str) else ""))
+        return self._said(index, self._of(index).news(event, self.wanted))
 
-    def _text(self, index: int, text: str) -> list[bytes]:
-        choices = []
+    def _said(self, index: int, news: News) -> list[bytes]:
+        chunks = []
         if self.shape.opening is not None and not self._of(index).opened:
             self._of(index).opened = True
-            choices.append(self.shape.opening(index))
-        if text:
-            choices.append(self.shape.delta(index, text))
-        return [self._chunk([choice]) for choice in choices]
+            ids = {"prompt_token_ids": news.prompt.token_ids} if news.prompt is not None and self.wanted.token_ids else {}
+            chunks.append(self._chunk([self.shape.opening(index, self.wanted)], **ids))
+            news = replace(news, prompt=None)
+        if news:
+            chunks.append(self._chunk([self.shape.delta(index, news, self.wanted)]))
+        return chunks
+
+    def _upto(self, output: Output) -> News:
+        return self._of(output.index).upto(openai_shapes.news_of(output), self.wanted)
 
     def _of(self, index: int) -> Sent:
         return self.sent.setdefault(index, Sent())
@@ -156,13 +136,13 @@ class Streamed:
         result = await result_of(self.context, self.job_id)
         more = openai_shapes.extras(result, self.with_extras(view), is_over(view), self.readings)
         outputs = sorted(result.outputs, key=lambda output: output.index)
-        chunks = [chunk for output in outputs for chunk in self._text(output.index, self._of(output.index).upto(output.text))]
+        chunks = [chunk for output in outputs for chunk in self._said(output.index, self._upto(output))]
         last = {} if self.with_usage else more
         for output in outputs:
-            choice = self.shape.finish(output.index, output.finish_reason)
+            choice = self.shape.finish(output, self.wanted)
             chunks.append(self._chunk([choice], **(last if output is outputs[-1] else {})))
         if self.with_usage:
-            chunks.append(self._chunk([], counted=openai_shapes.usage(outputs), **more))
+            chunks.append(self._chunk([], counted=openai_shapes.usage(outputs, self.wanted.n), **more))
         return b"".join([*chunks, END])
 
     def _chunk(self, choices: list[Any], **more: Any) -> bytes:

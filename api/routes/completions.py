@@ -17,7 +17,7 @@ from litestar.response import Stream
 from ...schemas.base import now
 from ...schemas.errors import MidstreamError
 from ...schemas.jobs import JobView
-from ...schemas.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest, OpenAIRequest
+from ...schemas.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest
 from ..context import context_of, unless_client_leaves
 from ..resolve.readings import asked as asked_readings
 from ..resolve.request_parsing import ParsedRequest, parse_chat, parse_completion
@@ -42,9 +42,12 @@ DESCRIPTION = (
 )
 
 
-async def _answer(request: JsonRequest, body: OpenAIRequest, parsed: ParsedRequest, shape: Shape, key: str | None) -> Response[Any]:
+async def _answer(
+    request: JsonRequest, body: CompletionRequest | ChatRequest, parsed: ParsedRequest, shape: Shape, key: str | None
+) -> Response[Any]:
     context = context_of(request)
-    created = now()
+    created, wanted = now(), openai_shapes.wanted_of(body)
+    choices = len(parsed.prompts) * parsed.n
     job_id = await context.submit(parsed, request.idempotency(key), caller_of(request))
     headers = {JOB_HEADER: job_id, "Location": job_url(context, job_id)}
     read = [*asked_readings(parsed), *(["probes"] if parsed.probes else [])]
@@ -63,10 +66,11 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, parsed: ParsedReque
             job_id=job_id,
             model=parsed.model,
             created=created,
-            prompts=len(parsed.prompts),
+            choices=choices,
+            wanted=wanted,
             caller=caller_of(request),
             until=until,
-            with_usage=body.stream_options is not None and body.stream_options.include_usage,
+            with_usage=bool(body.stream_options and body.stream_options.include_usage),
             with_extras=asked,
             readings=read,
         )
@@ -83,13 +87,13 @@ async def _answer(request: JsonRequest, body: OpenAIRequest, parsed: ParsedReque
             if problem is not None:
                 return failed(request, problem, headers)
             result = outcome.result or await result_of(context, job_id)
-            if is_over(view) or len(result.outputs) == len(parsed.prompts):
+            if is_over(view) or len(result.outputs) == choices:
                 break  # else its worker died in between and the outputs went with the attempt
     except MidstreamError as error:  # the job is accepted all the same: say where it is
         return problems.answer(request, error.problem(instance=job_url(context, job_id)), {**headers, "x-should-retry": "false"})
     released(request, outcome)
     more = openai_shapes.extras(result, asked(view), is_over(view), read)
-    return Response(openai_shapes.whole(shape, result, created, more), status_code=200, headers=headers)
+    return Response(openai_shapes.whole(shape, result, created, wanted, more), status_code=200, headers=headers)
 
 
 @post("/v1/completions", status_code=200, summary="Create a completion", description=DESCRIPTION, responses=RESPONSES)

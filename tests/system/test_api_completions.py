@@ -22,6 +22,11 @@ from midstream.schemas.specs import CaptureSpec
 
 HOOKS = ["pre_attn", "attn_out", "mlp_out", "post_block"]
 CAPTURE = {"layers": [0, 3], "positions": "all_prompt"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+WIDE = {"enum": ["x" * 70_000]}
+DEEP: dict[str, Any] = {}
+for _ in range(64):
+    DEEP = {"items": DEEP}
 VECTOR = {"dtype": "float32", "shape": [8], "data": "AACAPwAAgD8AAIA/AACAPwAAgD8AAIA/AACAPwAAgD8="}
 
 
@@ -103,7 +108,7 @@ def test_the_models_are_listed_with_what_a_user_needs(client: openai.OpenAI, han
 
 @pytest.mark.parametrize("name", sorted(ONLY))
 def test_an_openai_field_that_is_not_served_is_refused_by_name(api: Api, hand: Hand, name: str) -> None:
-    path = "completions" if name in ("best_of", "echo", "suffix") else "chat/completions"
+    path = "completions" if name in ("best_of", "suffix") else "chat/completions"
     body = {"model": MODEL, "prompt": "a"} if path == "completions" else {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
     harmless = api.http.post(f"/v1/{path}", json={**body, name: ONLY[name][0], "model": "nobody"})
     asking = api.http.post(f"/v1/{path}", json={**body, name: {"a": 7}})
@@ -120,7 +125,27 @@ def test_an_openai_field_that_is_not_served_is_refused_by_name(api: Api, hand: H
         ({"prompt": [[1], [99]]}, "prompt[1][0]"),
         ({"max_tokens": 64}, "max_tokens"),
         ({"temperature": 3}, "temperature"),
-        ({"logprobs": 1, "stream": True}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"n": 129}, "n"),
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"n": 2, "seed": (1 << 63) - 2}, "seed"),
+        ({"n": 128, "prompt": ["a"] * 33}, "n"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"logit_bias": {"99": 1}}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [99]}, "allowed_token_ids[0]"),
+        ({"bad_words": [""]}, "bad_words[0]"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "7"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a\0"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": " "}}, "structured_outputs.grammar"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": DEEP}}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": WIDE}}}, "response_format.json_schema.schema"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"capture": {"layers": [9]}}, "capture.layers"),
         ({"steering": [{"layers": [0], "vector": {**VECTOR, "shape": [2, 4]}}]}, "steering[0].vector.shape"),
@@ -137,7 +162,21 @@ def test_a_bad_completion_names_the_field_in_its_own_shape(api: Api, hand: Hand,
     ("changes", "field"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "critic", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
+        ({"tools": []}, "tools"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [{**TOOL, "function": {"name": ""}}]}, "tools[0].function.name"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": DEEP}}]}, "tools[0].function.parameters"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": 7}}]}, "tools[0].function.parameters"),
+        ({"tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}, "tool_choice.function.name"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": 7}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": "x" * 5000}}, "chat_template_kwargs"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].image_url.url"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0].type"),
         ({"max_completion_tokens": 64}, "max_completion_tokens"),
@@ -347,7 +386,7 @@ def test_the_openai_client_does_not_retry_a_failed_job(api: Api, hand: Hand, poo
 
 def test_the_openai_client_raises_bad_input_with_the_field(client: openai.OpenAI, hand: Hand) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model=MODEL, prompt="a", n=2)
+        client.completions.create(model=MODEL, prompt="a", n=2, temperature=0)
     assert refused.value.param == "n"
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="nobody", prompt="a")

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from midstream.api.responses.events import resume_point
+from midstream.api.responses.openai_shapes import News, Wanted
 from midstream.api.responses.outcome import matches
-from midstream.api.responses.streaming import Sent
+from midstream.api.responses.sent import Sent
 from midstream.api.routes.captures import parse_layers
 from midstream.api.routes.jobs import preferred_wait
 from midstream.api.web.problems import malformed
@@ -15,7 +16,7 @@ from midstream.schemas.base import from_json, to_json
 from midstream.schemas.dtypes import RowDType
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.interventions import STEERING_FIELDS
-from midstream.schemas.jobs import JobRequest
+from midstream.schemas.jobs import CallDelta, Event, JobRequest
 from midstream.schemas.selectors import EVERY
 from midstream.schemas.states import ENDS
 
@@ -106,17 +107,40 @@ def test_a_stream_resumes_after_the_last_event_id(header: str | None, after: str
     assert resume_point(header) == after
 
 
+def said(sent: Sent, text: str) -> str:
+    return sent.news(Event(event="token", data={"index": 0, "text": text}), Wanted()).text
+
+
 def test_a_second_attempt_does_not_resend_text() -> None:
     sent = Sent()
-    assert [sent.news("he"), sent.news("llo")] == ["he", "llo"]
-    sent.seen = ""  # a new attempt
-    assert [sent.news("hel"), sent.news("lo w"), sent.news("orld")] == ["", " w", "orld"]
-    assert sent.upto("hello world!") == "!"
+    assert [said(sent, "he"), said(sent, "llo")] == ["he", "llo"]
+    sent.begin_anew()
+    assert [said(sent, "hel"), said(sent, "lo w"), said(sent, "orld")] == ["", " w", "orld"]
+    assert sent.upto(News("hello world!"), Wanted()).text == "!"
+
+
+def test_a_second_attempt_does_not_resend_calls_or_tokens() -> None:
+    """The parts of another attempt are cut elsewhere; a call's name and the log-probability of a token come once."""
+    token = {"token_id": 5, "token": "x", "logprob": -1.0}
+    call = {"index": 0, "id": "c", "name": "f"}
+    sent, wanted = Sent(), Wanted(logprobs=0)
+
+    def event(ids: list[int], *calls: dict[str, Any]) -> Event:
+        delta = {"calls": list(calls)}
+        return Event(event="token", data={"index": 0, "text": "", "delta": delta, "token_ids": ids, "logprobs": [token] * len(ids)})
+
+    first = sent.news(event([5], {**call, "arguments": '{"a'}), wanted)
+    assert (first.ids, len(first.logprobs), first.calls[0].name, first.calls[0].arguments) == ([5], 1, "f", '{"a')
+    sent.begin_anew()
+    assert not sent.news(event([], call), wanted)
+    again = sent.news(event([5, 5], {"index": 0, "arguments": '{"a":1}'}), wanted)
+    assert (again.ids, len(again.logprobs), again.offset) == ([5], 1, 1)
+    assert again.calls == [CallDelta(index=0, arguments='":1}')]
 
 
 def test_a_second_attempt_that_contradicts_what_was_sent_is_an_error() -> None:
     sent = Sent()
-    sent.news("hello")
-    sent.seen = ""
+    said(sent, "hello")
+    sent.begin_anew()
     with pytest.raises(MidstreamError, match="restarted"):
-        sent.news("help")
+        said(sent, "help")

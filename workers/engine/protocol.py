@@ -4,9 +4,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
+from ...schemas.chat import ToolUse
 from ...schemas.errors import MidstreamError
 from ...schemas.images import ImageRef, ImageSpan
-from ...schemas.jobs import Job, Output, Sampling
+from ...schemas.jobs import Job, Output, Prompted, Said, Sampling, TokenLogprob
 from ...schemas.keys import DEFAULT_TENANT
 from ...schemas.loras import LoraUse, StoredLora, use_of
 from ...schemas.models import ModelInfo, TokenizerBundle
@@ -50,6 +53,8 @@ class EngineRequest:
     files: list[bytes] = field(default_factory=list)  # of the images, in their order
     spans: list[ImageSpan] = field(default_factory=list)  # where they are, once the engine has expanded the prompt
     probes: list[StoredProbe] = field(default_factory=list)  # their rows are among `captures`
+    tools: ToolUse | None = None  # the output is parsed for calls
+    echo: str | None = None  # the prompt's text, where the output comes with its prompt; empty: made of its tokens
     fills: bool = False  # `sampling.max_tokens` is what the model's length leaves
 
 
@@ -61,7 +66,7 @@ def engine_request(job: Job, request: int, attempt: int, trace: str = "", files:
         request=request,
         attempt=attempt,
         token_ids=job.prompts[request].token_ids,
-        sampling=job.sampling,
+        sampling=_sampling_of(job, request),
         steering=job.steering[request] if job.steering else [],
         captures=[*(job.captures[request] if job.captures else []), *probe_captures(job.probes)],
         captured=job.captured,
@@ -72,8 +77,17 @@ def engine_request(job: Job, request: int, attempt: int, trace: str = "", files:
         images=images,
         files=[(files or {})[image.digest] for image in images],
         probes=job.probes,
+        tools=job.tools,
+        echo=(job.prompts[request].text or "") if job.echo else None,
         fills=job.fills,
     )
+
+
+def _sampling_of(job: Job, request: int) -> Sampling:
+    """Of one of `n` outputs of a prompt: each has a seed of its own, as vLLM gives them."""
+    if job.n == 1 or job.sampling.seed is None:
+        return job.sampling
+    return msgspec.structs.replace(job.sampling, seed=job.sampling.seed + request % job.n)
 
 
 def check_lengths(job: Job, info: ModelInfo) -> None:
@@ -96,6 +110,9 @@ class Progress:
     token_ids: list[int]
     finished: Output | None = None  # set on the last one: the whole output
     scores: Sequence[Scored] = ()  # of tokens that are returned, by position; where the request's probes stream
+    said: Said | None = None  # with tools: what the text says, of a streamed job
+    logprobs: Sequence[TokenLogprob] = ()  # of `token_ids`, if they were requested
+    prompt: Prompted | None = None  # on the first one, if it was requested
 
 
 class Engine(Protocol):

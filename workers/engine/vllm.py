@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import vllm
 from pydantic import ValidationError
-from vllm import TokensPrompt
+from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -22,8 +23,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from ...schemas.banks import BANK, RESIDUAL, RowShape, asked_hooks, row_widths
 from ...schemas.engine_errors import in_our_settings
-from ...schemas.errors import MidstreamError
+from ...schemas.errors import MidstreamError, invalid
 from ...schemas.global_capture import from_settings
+from ...schemas.jobs import Prompted
 from ...schemas.layer_kinds import grouped
 from ...schemas.lora_files import joined
 from ...schemas.loras import LoraModule, LoraSupport, LoraUse
@@ -57,8 +59,9 @@ from .rank_control import RankControl, rank_steering, row_wish
 from .rank_spec import rank_spec
 from .saes import served
 from .tokenizer import bundle_of
+from .tool_calls import ToolParsers, ToolReader
 from .vllm_options import engine_options, for_platform, prepare_environment, scheduler_class, use_all_cores
-from .vllm_output import Parts, sampling_params
+from .vllm_output import Parts, refusal, sampling_params
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +87,7 @@ class VllmEngine(RankControl):
         self._broken = ""  # why the ranks' answers are no longer reliable
         self._ends = Ends(self._send_ends)
         self._followers: nodes.Followers | None = None
+        self._tools: ToolParsers | None = None
 
     async def start(self) -> None:
         settings = self._settings
@@ -150,6 +154,8 @@ class VllmEngine(RankControl):
                 capture_queue_mib=_queue_mib(settings, ring),
                 caveats=[*adapter.caveats, *quantisation.caveats, *caveats],
             )
+            if settings.tool_parser:
+                self._tools = await asyncio.to_thread(ToolParsers, settings.tool_parser, config)
             asked.additional_config = plane.layout()
             plane.export()
             if settings.nodes > 1:
@@ -209,6 +215,7 @@ class VllmEngine(RankControl):
             lora=await self._lora_support(),
             images=images.number,
             images_refused=images.refused,
+            tool_parser=settings.tool_parser,
             image_placeholder=images.placeholder,
         )
         await self._certify(trusted=adapter.variant.known and bool(residual))
@@ -270,10 +277,10 @@ class VllmEngine(RankControl):
                 self._step_rows.admitted(self._unsplit_rows(ask)),
                 self._captures.admitted(self._captured_bytes(ask)),
             ):
-                parts = Parts(ask.request)
+                params, lora = sampling_params(ask.sampling, spec), self._lora_request(ask.lora)
+                parts = Parts(ask, self._tool_reader(ask, params), self._prompted(ask))
                 submitted = True
                 # Closed before the rows are released and the ranks notified, so that an abort precedes both.
-                params, lora = sampling_params(ask.sampling, spec), self._lora_request(ask.lora)
                 async with aclosing(self._llm.generate(prompt, params, request_id, lora_request=lora)) as outputs:
                     async for output in outputs:
                         progress = parts.add(output)
@@ -287,12 +294,29 @@ class VllmEngine(RankControl):
                     await ended  # vLLM may abort a request after it returned its output: its rows are not free before
         except EngineDeadError as error:
             raise MidstreamError("engine_failed", f"the engine died: {error}") from error
+        except VLLMClientError as error:
+            over = True  # the ranks never knew of it
+            raise refusal(error, ask.sampling) from error
         finally:
             live.discard(request_id)
             if not live:
                 self._live.pop((ask.job, ask.attempt), None)
             if submitted and not over and spec is not None and not self._llm.errored:
                 self._ends.notify(spec.key, -1)  # cancelled: vLLM has already sent its abort, so the ranks receive this after it or with it
+
+    def _tool_reader(self, ask: EngineRequest, params: SamplingParams) -> ToolReader | None:
+        if ask.tools is None:
+            return None
+        if self._tools is None:
+            raise invalid("tools", "this worker has no parser of tool calls (setting tool_parser)", allowed="no tools")
+        return self._tools.begin(ask, params)
+
+    def _prompted(self, ask: EngineRequest) -> Prompted | None:
+        if ask.echo is None:
+            return None
+        tokenizer = self._llm.get_tokenizer()
+        text = ask.echo or tokenizer.decode(ask.token_ids)
+        return Prompted(text=text, token_ids=ask.token_ids, first=tokenizer.decode(ask.token_ids[:1]))
 
     def _lora_request(self, lora: LoraUse | None) -> LoRARequest | None:
         """Of an adapter that is held. Its name and path are part of every block's hash: the content stands in both."""

@@ -45,6 +45,8 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         "language_model_only": not settings.images_per_prompt,  # as the next two: of models that take images, others ignore it
         "limit_mm_per_prompt": {"image": settings.images_per_prompt, "video": 0, "audio": 0},
         "mm_processor_cache_gb": 0,  # its two halves rely on requests being submitted in the order in which they were processed
+        # One backend: `auto` would take that of the first request for all that follow, whose texts would then depend on it.
+        "structured_outputs_config": {"backend": "xgrammar"},
         "generation_config": "vllm",  # sampling comes from the job, never from a file next to the weights
     }
     if settings.executor != "auto":

@@ -1,26 +1,44 @@
 """Translation of sampling parameters to vLLM's, and of vLLM's deltas to our output."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from vllm import SamplingParams
+from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from ...schemas.errors import MidstreamError
-from ...schemas.jobs import Output, Sampling, TokenLogprob
+from ...schemas.errors import MidstreamError, invalid, shortened
+from ...schemas.jobs import Message, Output, Prompted, Sampling, TokenLogprob
+from ...schemas.limits import MAX_DETAIL
 from ...schemas.specs import RankSpec
 from ..runner.probe_news import SCORES, STOPPED_BY, Scored
-from .protocol import Progress
+from .protocol import EngineRequest, Progress
+from .tool_calls import ToolReader
+
+#: In place of minus infinity, which JSON does not have: as vLLM's server writes it.
+LEAST_LOGPROB = -9999.0
 
 
 def sampling_params(sampling: Sampling, spec: RankSpec | None) -> SamplingParams:
     """vLLM's parameters, whose names ours are, with the spec for the ranks."""
+    names = (name for name in sampling.__struct_fields__ if name != "structured_outputs")
+    form = sampling.structured_outputs
     return SamplingParams(
-        **msgspec.structs.asdict(sampling),
+        **{name: getattr(sampling, name) for name in names},
+        structured_outputs=None if form is None else StructuredOutputsParams(**msgspec.structs.asdict(form)),
         output_kind=RequestOutputKind.DELTA,
         extra_args={"midstream": msgspec.to_builtins(spec, builtin_types=(bytes,))} if spec else None,
     )
+
+
+def refusal(error: Exception, sampling: Sampling) -> MidstreamError:
+    """What vLLM refuses of a request before it runs: a 400, also where only its engine knows, such as a schema that does not compile."""
+    field = "structured_outputs" if sampling.structured_outputs is not None else "sampling"
+    return invalid(getattr(error, "parameter", None) or field, shortened(str(error), MAX_DETAIL))
 
 
 def _merged(self: RequestOutput, following: RequestOutput, aggregate: bool, merge: Any = RequestOutput.add) -> None:
@@ -37,8 +55,12 @@ RequestOutput.add = _merged
 class Parts:
     """Joins vLLM's deltas of one prompt into the whole output."""
 
-    def __init__(self, request: int) -> None:
-        self._request = request
+    def __init__(self, ask: EngineRequest, reader: ToolReader | None = None, prompt: Prompted | None = None) -> None:
+        """`reader`: of tool calls; `prompt`: where the output comes with it, without its log-probabilities."""
+        self._request, self._stream = ask.request, ask.stream
+        self._reader, self._prompt = reader, prompt
+        self._begun = False
+        self._formed = ask.tools is not None or ask.sampling.structured_outputs is not None
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None
@@ -48,23 +70,45 @@ class Parts:
         part, scores = output.outputs[0], self._scores(output)
         self._text.append(part.text)
         self._token_ids += part.token_ids
+        logprobs = [] if part.logprobs is None else _logprobs(part)
         if part.logprobs is not None:
-            self._logprobs = (self._logprobs or []) + _logprobs(part)
-        if not output.finished:
-            return Progress(self._request, part.text, list(part.token_ids), scores=scores) if part.token_ids or part.text else None
+            self._logprobs = (self._logprobs or []) + logprobs
+        if self._prompt is not None and self._prompt.logprobs is None and output.prompt_logprobs:  # later deltas have none
+            found = _prompt_logprobs(output.prompt_token_ids or [], output.prompt_logprobs)
+            self._prompt = msgspec.structs.replace(self._prompt, logprobs=found)
+        if not output.finished and not part.token_ids and not part.text:
+            return None
+        said = None
+        if self._reader is not None and self._stream:
+            said = self._reader.read(part.text, part.token_ids, output.finished)
+        prompt, self._begun = None if self._begun else self._prompt, True
+        progress = Progress(self._request, part.text, list(part.token_ids), None, scores, said, logprobs, prompt)
+        return replace(progress, finished=self._finished(output)) if output.finished else progress
+
+    def _finished(self, output: RequestOutput) -> Output:
+        part = output.outputs[0]
         stopped_by = str(part.stop_reason or "")
+        if part.finish_reason == "error" and self._formed:
+            raise invalid("structured_outputs", "the engine could not compile the constraint")
         if part.finish_reason not in ("stop", "length"):
             raise MidstreamError("engine_failed", f"the engine ended the request with {part.finish_reason!r}")
-        finished = Output(
+        by_probe, text, reason = stopped_by.startswith(STOPPED_BY), "".join(self._text), part.finish_reason
+        message: Message | UnsetType = UNSET
+        if self._reader is not None:
+            message = self._reader.streamed() if self._stream else self._reader.whole(text, self._token_ids)
+            reason = self._reader.finish_reason(message, reason)
+        return Output(
             index=self._request,
-            text="".join(self._text),
+            text=text,
             token_ids=self._token_ids,
-            finish_reason=stopped_by if stopped_by.startswith(STOPPED_BY) else part.finish_reason,
+            finish_reason=stopped_by if by_probe else reason,
             prompt_tokens=len(output.prompt_token_ids or []),
             cached_tokens=output.num_cached_tokens or 0,
             logprobs=self._logprobs,
+            stop_reason=UNSET if by_probe or part.stop_reason is None else part.stop_reason,
+            message=message,
+            prompt=UNSET if self._prompt is None else self._prompt,
         )
-        return Progress(self._request, part.text, list(part.token_ids), finished, scores)
 
     def _scores(self, output: RequestOutput) -> list[Scored]:
         """Those that are new: a preempted request computes some again."""
@@ -74,13 +118,22 @@ class Parts:
 
 
 def _logprobs(part: CompletionOutput) -> list[TokenLogprob]:
-    found = []
-    for token_id, choices in zip(part.token_ids, part.logprobs or [], strict=True):
-        entries = {
-            other: TokenLogprob(token_id=other, token=choice.decoded_token or "", logprob=choice.logprob)
-            for other, choice in choices.items()
-        }
-        chosen = entries[token_id]
-        top = sorted(entries.values(), key=lambda entry: -entry.logprob)
-        found.append(msgspec.structs.replace(chosen, top=top))
-    return found
+    return [_logprob(token_id, choices) for token_id, choices in zip(part.token_ids, part.logprobs or [], strict=True)]
+
+
+def _prompt_logprobs(token_ids: Sequence[int], places: Sequence[dict[int, Logprob] | None]) -> list[TokenLogprob | None]:
+    """Nothing precedes the first token."""
+    return [None if choices is None else _logprob(token, choices, True) for token, choices in zip(token_ids, places, strict=True)]
+
+
+def _logprob(token_id: int, choices: dict[int, Logprob], ranked: bool = False) -> TokenLogprob:
+    entries = {
+        other: TokenLogprob(
+            token_id=other,
+            token=choice.decoded_token or "",
+            logprob=max(choice.logprob, LEAST_LOGPROB),
+            rank=choice.rank if ranked and choice.rank is not None else UNSET,
+        )
+        for other, choice in choices.items()
+    }
+    return msgspec.structs.replace(entries[token_id], top=sorted(entries.values(), key=lambda entry: -entry.logprob))

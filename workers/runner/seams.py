@@ -88,6 +88,32 @@ SEAMS: tuple[Seam, ...] = (
     Seam("vllm.multimodal.image", ("convert_image_mode",), "engine/images.py"),
     Seam("vllm.multimodal.processing", ("ProcessorInputs", "TimingContext"), "engine/images.py"),
     Seam("vllm.renderers.hf", ("resolve_chat_template", "resolve_chat_template_content_format"), "engine/tokenizer.py"),
+    # Tool calls, formats and log-probabilities
+    Seam("vllm.parser", ("Parser", "ParserManager"), "engine/tool_calls.py"),
+    Seam(
+        "vllm.parser.parser_manager:ParserManager",
+        ("get_parser(tool_parser_name, reasoning_parser_name, enable_auto_tools, model_name, is_harmony, tool_strict_level, tokenizer)",),
+        "engine/tool_calls.py",
+    ),
+    Seam(
+        "vllm.parser.abstract_parser:Parser",
+        (
+            "__init__(tokenizer, tools, model_config)", "adjust_request(request)", "always_adjust_request",
+            "set_prompt_token_ids(prompt_token_ids)", "parse(model_output, request, enable_auto_tools, model_output_token_ids)",
+            "parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, finished)",
+        ),
+        "engine/tool_calls.py",
+    ),
+    Seam("vllm.tool_parsers", ("ToolParserManager",), "engine/tool_calls.py"),
+    Seam("vllm.tokenizers", ("cached_tokenizer_from_config",), "engine/tool_calls.py"),
+    Seam(
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
+        ("tools", "tool_choice", "parallel_tool_calls", "structured_outputs", "skip_special_tokens", "extract_structured_outputs"),
+        "engine/tool_calls.py",
+    ),
+    Seam("vllm.logprobs:Logprob", ("logprob", "rank", "decoded_token"), "engine/vllm_output.py"),
+    Seam("vllm.exceptions", ("VLLMClientError",), "engine/vllm.py"),
+    Seam("vllm.sampling_params", ("RequestOutputKind", "StructuredOutputsParams"), "engine/vllm_output.py"),
     # The scheduler
     Seam(
         "vllm.v1.core.sched.scheduler:Scheduler",

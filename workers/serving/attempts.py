@@ -455,8 +455,11 @@ def score_events(progress: Progress, job: Job, attempt: int) -> list[Event]:
 
 def _token_event(progress: Progress, attempt: int) -> Event:
     finish_reason = progress.finished.finish_reason if progress.finished else None
-    return Event(
-        event="token",
-        data={"index": progress.request, "text": progress.text, "token_ids": progress.token_ids, "finish_reason": finish_reason},
-        attempt=attempt,
-    )
+    data = {"index": progress.request, "text": progress.text, "token_ids": progress.token_ids, "finish_reason": finish_reason}
+    if progress.said is not None:
+        data["delta"] = msgspec.to_builtins(progress.said)
+    if progress.logprobs:
+        data["logprobs"] = msgspec.to_builtins(progress.logprobs)
+    if progress.prompt is not None:
+        data["prompt"] = msgspec.to_builtins(progress.prompt)
+    return Event(event="token", data=data, attempt=attempt)

@@ -1,0 +1,98 @@
+"""What a streaming client has of one choice, compared with what the job says.
+
+A job that is restarted on another worker continues where the client is; what turns out different is an error and not a silent splice.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from ...schemas.errors import MidstreamError
+from ...schemas.jobs import CallDelta, Event, Prompted, Said, TokenLogprob
+from .openai_shapes import News, Wanted
+
+Part = TypeVar("Part", str, list[Any])
+
+
+@dataclass
+class Sent:
+    """How much of one choice the client has, and how far the current attempt has come."""
+
+    has: News = field(default_factory=News)
+    seen: News = field(default_factory=News)
+    opened: bool = False
+
+    def begin_anew(self) -> None:
+        """Another attempt says everything again."""
+        self.seen = News()
+
+    def news(self, event: Event, wanted: Wanted) -> News:
+        """What of a `token` event the client does not have yet. Raises MidstreamError when it contradicts what it has."""
+        said, seen = event.data.get("delta"), self.seen
+        text = event.data.get("text")
+        if said is not None:
+            part = msgspec.convert(said, Said)
+            text = part.content
+            for call in part.calls:
+                _note(seen.calls, call)
+        seen.text += text if isinstance(text, str) else ""
+        if wanted.tokens:
+            seen.ids += msgspec.convert(event.data.get("token_ids", []), list[int])
+            seen.logprobs += msgspec.convert(event.data.get("logprobs", []), list[TokenLogprob])
+        if (prompt := event.data.get("prompt")) is not None:
+            seen.prompt = msgspec.convert(prompt, Prompted)
+        return self.upto(seen, wanted)
+
+    def upto(self, told: News, wanted: Wanted) -> News:
+        """What is missing up to `told`; raises as `news` does."""
+        has = self.has
+        missing = News(text=_rest(has.text, told.text), calls=_rest_of_calls(has.calls, told.calls), offset=has.offset)
+        if wanted.tokens:
+            missing.ids = _rest(has.ids, told.ids)
+            missing.logprobs = told.logprobs[len(has.logprobs) :]  # of the same tokens; other batches may round them otherwise
+        if has.prompt is None and told.prompt is not None:
+            missing.prompt = told.prompt
+        self._has_got(missing, wanted)
+        return missing
+
+    def _has_got(self, news: News, wanted: Wanted) -> None:
+        has = self.has
+        has.text += news.text
+        for call in news.calls:
+            _note(has.calls, call)
+        has.ids += news.ids
+        has.logprobs += news.logprobs
+        has.prompt = has.prompt or news.prompt
+        before = news.prompt if wanted.echo else None
+        tokens = [before.first if token is None else token.token for token in before.logprobs or []] if before else []
+        has.offset += sum(map(len, tokens)) + sum(len(token.token) for token in news.logprobs)
+
+
+def _note(calls: list[CallDelta], new: CallDelta) -> None:
+    while len(calls) <= new.index:
+        calls.append(CallDelta(index=len(calls)))
+    known = calls[new.index]
+    calls[new.index] = msgspec.structs.replace(
+        known, id=known.id or new.id, name=known.name + new.name, arguments=known.arguments + new.arguments
+    )
+
+
+def _rest(has: Part, told: Part) -> Part:
+    """What follows in `told`. Empty if the client has as much or more."""
+    most = min(len(has), len(told))
+    if has[:most] != told[:most]:
+        raise MidstreamError(
+            "worker_lost", "the job restarted on another worker and generated different text; repeat the request, or set a seed"
+        )
+    return told[len(has) :]
+
+
+def _rest_of_calls(has: list[CallDelta], told: list[CallDelta]) -> list[CallDelta]:
+    found = []
+    for call in told:
+        known = has[call.index] if call.index < len(has) else CallDelta(index=call.index)
+        new = {name: _rest(getattr(known, name), getattr(call, name)) for name in ("id", "name", "arguments")}
+        if any(new.values()):
+            found.append(CallDelta(index=call.index, **new))
+    return found
