@@ -112,7 +112,7 @@ const pause = (seconds, signal) =>
  * Reads server-sent events: `onEvent({event, data, id})`, `data` parsed as JSON where it is JSON.
  * Resolves at the stream's end, at `[DONE]`, and when `signal` aborts; throws ApiError for a refusal and for an `error` event.
  * `reconnect`: connect again with growing pauses when the connection is lost or ends (for feeds without end), from the last id;
- * `onState(connected, error)` says which. `after`: the id of the last event that is known.
+ * `onState(connected, error, answer)` says which; `answer` has the headers of the one that opened the stream. `after`: the id of the last event that is known.
  */
 export async function sse(path, { method = "GET", body, onEvent, signal, reconnect = false, after = null, onState = () => {} }) {
   let last = after;
@@ -125,7 +125,7 @@ export async function sse(path, { method = "GET", body, onEvent, signal, reconne
       const answer = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body), credentials: "same-origin" });
       if (!answer.ok) throw await problemOf(answer);
       if (answer.status === 204) return;
-      onState(true, null);
+      onState(true, null, answer);
       wait = 0.5;
       const reader = answer.body.getReader();
       const parser = new EventParser();

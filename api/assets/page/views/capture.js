@@ -1,7 +1,96 @@
-// Capture: not there yet.
+// Capture: a form that runs one, and a finished one as tokens × layers, coloured by norm or by cosine to a module.
 
-import { html, Empty } from "../lib/ui.js";
+import { del, get, post } from "../lib/api.js";
+import { Button, Empty, Field, Problem, html, useEffect, useRef, useState } from "../lib/ui.js";
+import { age, bytes, number } from "../lib/format.js";
+import { Shown } from "./captured.js";
 
-export default function View() {
-  return html`<h1>Capture</h1><${Empty}>This view is not there yet.<//>`;
+const POSITIONS = { all_prompt: "every prompt token", all: "every token, generated ones too", last_prompt: "the last prompt token" };
+const PAGE = 20;
+
+/** Beginning of a field of the API's errors → field of the form. */
+const FIELDS = { prompts: "prompt", "capture.hook": "layers", "capture.layers": "layers", "capture.positions": "positions", "capture.tag": "tag", "sampling.max_tokens": "max_tokens", model: "model" };
+const fieldOf = (field) => (Object.entries(FIELDS).find(([name]) => (field || "").startsWith(name)) || [])[1] || null;
+
+function Form() {
+  const [models, setModels] = useState(null);
+  const [form, setForm] = useState({ model: "", prompt: "The Eiffel Tower is located in the city of", hooks: [], layers: "all", positions: "all_prompt", max_tokens: 1, tag: "page" });
+  const [error, setError] = useState(null);
+  useEffect(() => {
+    const stop = new AbortController();
+    get("/v1/models", { signal: stop.signal }).then(
+      ({ data }) => {
+        setModels(data);
+        if (data[0]) setForm((known) => ({ ...known, model: data[0].id, hooks: data[0].hooks.includes("post_block") ? ["post_block"] : data[0].hooks.slice(0, 1) }));
+      },
+      (failure) => stop.signal.aborted || setError(failure),
+    );
+    return () => stop.abort();
+  }, []);
+  const set = (name) => (event) => setForm({ ...form, [name]: event.target.value });
+  const model = (models || []).find(({ id }) => id === form.model);
+  const at = error && fieldOf(error.field);
+  const wrong = (name) => (at === name ? `${error.detail}${error.allowed ? ` (${error.allowed})` : ""}` : null);
+  const send = async () => {
+    setError(null);
+    const { id } = await post("/v1/jobs", {
+      model: form.model,
+      prompts: [form.prompt],
+      sampling: { max_tokens: Number(form.max_tokens) },
+      capture: { hooks: Object.fromEntries(form.hooks.map((hook) => [hook, form.layers.trim()])), positions: form.positions, tag: form.tag.trim() },
+    });
+    location.hash = `#/capture/${id}`;
+  };
+  const toggle = (hook) => () => setForm({ ...form, hooks: form.hooks.includes(hook) ? form.hooks.filter((name) => name !== hook) : [...form.hooks, hook] });
+  if (models && !models.length) return html`<${Empty}>No model is served.<//>`;
+  return html`<form class="capture-form" onSubmit=${(event) => event.preventDefault()}>
+    ${models && models.length > 1 && html`<${Field} label="Model" error=${wrong("model")}>${(id) => html`<select id=${id} value=${form.model} onChange=${set("model")}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
+    <${Field} label="Prompt" error=${wrong("prompt")}>${(id) => html`<textarea id=${id} rows="3" value=${form.prompt} onInput=${set("prompt")}></textarea>`}<//>
+    <fieldset><legend>Hook points</legend><div class="checks">${((model && model.hooks) || []).map(
+      (hook) => html`<label key=${hook}><input type="checkbox" checked=${form.hooks.includes(hook)} onChange=${toggle(hook)} /> ${hook}</label>`,
+    )}</div></fieldset>
+    <div class="inline">
+      <${Field} label="Layers" hint=${model ? `all, 3, 0-5 or 0-5,-1; the model has ${model.num_layers}` : null} error=${wrong("layers")}>${(id) => html`<input id=${id} maxlength="1024" value=${form.layers} onInput=${set("layers")} />`}<//>
+      <${Field} label="Positions" error=${wrong("positions")}>${(id) => html`<select id=${id} value=${form.positions} onChange=${set("positions")}>${Object.entries(POSITIONS).map(([name, text]) => html`<option value=${name}>${text}</option>`)}</select>`}<//>
+      <${Field} label="Tokens to generate" error=${wrong("max_tokens")}>${(id) => html`<input id=${id} type="number" min="1" value=${form.max_tokens} onInput=${set("max_tokens")} />`}<//>
+      <${Field} label="Tag" error=${wrong("tag")}>${(id) => html`<input id=${id} maxlength="64" value=${form.tag} onInput=${set("tag")} />`}<//>
+    </div>
+    <${Problem} error=${at ? null : error} />
+    <${Button} kind="main" disabled=${!form.model || !form.prompt || !form.hooks.length} onClick=${send} onError=${setError}>Capture<//>
+  </form>`;
+}
+
+/** Captures that there are, newest first. */
+function Recent() {
+  const [page, setPage] = useState(null);
+  const [error, setError] = useState(null);
+  const leave = useRef(null);
+  const load = async (cursor) => {
+    setError(null);
+    const found = await get(`/v1/captures?limit=${PAGE}${cursor ? `&cursor=${encodeURIComponent(cursor)}` : ""}`, { signal: leave.current.signal });
+    setPage((known) => ({ captures: [...(cursor && known ? known.captures : []), ...found.captures], next: found.next }));
+  };
+  useEffect(() => {
+    leave.current = new AbortController();
+    load(null).catch((failure) => failure.name !== "AbortError" && setError(failure));
+    return () => leave.current.abort();
+  }, []);
+  const remove = async (job) => {
+    if (!confirm(`Delete the captured rows of ${job}?`)) return;
+    await del(`/v1/captures/${job}`);
+    setPage((known) => ({ ...known, captures: known.captures.filter((entry) => entry.job !== job) }));
+  };
+  return html`<h2>Captures</h2>
+    <${Problem} error=${error} />
+    ${page && !page.captures.length && html`<${Empty}>There are none yet.<//>`}
+    ${page && page.captures.length > 0 && html`<div class="scroll-x"><table class="plain"><thead><tr><th>Job</th><th>Tags</th><th>Age</th><th>Status</th><th>Rows</th><th>Size</th><th><span class="visually-hidden">Delete</span></th></tr></thead>
+      <tbody>${page.captures.map(
+        (entry) => html`<tr key=${entry.job}><td><a class="mono" href=${`#/capture/${entry.job}`}>${entry.job}</a></td><td>${entry.tags.join(", ")}</td><td>${age(entry.created)}</td><td>${entry.status}</td><td>${number(entry.rows)}</td><td>${bytes(entry.bytes)}</td>
+          <td><${Button} kind="small" aria-label=${`Delete ${entry.job}`} onClick=${() => remove(entry.job)} onError=${setError}>Delete<//></td></tr>`,
+      )}</tbody></table></div>`}
+    ${page && page.next && html`<${Button} onClick=${() => load(page.next)} onError=${(failure) => failure.name !== "AbortError" && setError(failure)}>More captures<//>`}`;
+}
+
+export default function View({ params }) {
+  return params[0] ? html`<${Shown} key=${params[0]} job=${params[0]} />` : html`<h1>Capture</h1><${Form} /><${Recent} />`;
 }

@@ -94,8 +94,8 @@ export default function View({ params, session, jobs }) {
   const change = (name) => (event) => setFilter({ ...filter, [name]: event.target.value });
   return html`<h1>Jobs</h1>
     <form class="filters" onSubmit=${(event) => event.preventDefault()}>
-      <label>State <select value=${filter.state} onChange=${change("state")}><option value="">all</option>${STATES.map((name) => html`<option>${name}</option>`)}</select></label>
-      <label>Kind <select value=${filter.kind} onChange=${change("kind")}><option value="">all</option>${KINDS.map((name) => html`<option>${name}</option>`)}</select></label>
+      <label>State <select value=${filter.state} onChange=${change("state")}><option value="">all</option>${STATES.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
+      <label>Kind <select value=${filter.kind} onChange=${change("kind")}><option value="">all</option>${KINDS.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
       <label>Find <input type="search" placeholder="id, tag, owner" maxlength="200" value=${filter.text} onInput=${change("text")} /></label>
       <span role="status">${items.length} of ${jobs.list.length} jobs</span>
     </form>

@@ -1,0 +1,219 @@
+// A finished capture: tokens × layers, coloured by the rows' norms or by their cosines to a module.
+
+import { get } from "../lib/api.js";
+import { Button, Empty, Problem, html, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
+import { bytes, number } from "../lib/format.js";
+import { Heatmap } from "../lib/heatmap.js";
+import { Chips, Legend, short, visible } from "../lib/chips.js";
+
+const ROWS = 256; // positions that are shown at a time
+const FILES = 200;
+const OVER = new Set(["succeeded", "failed", "cancelled", "aborted", "expired"]);
+const CHOSEN = { request: 0, hook: "", module: "", from: "", start: 0, tag: "" };
+
+/** The query of `norms`. */
+function queryOf(asked) {
+  const query = new URLSearchParams({ request: asked.request, start: asked.start, count: ROWS });
+  if (asked.hook) query.set("hook", asked.hook);
+  if (asked.tag) query.set("tag", asked.tag);
+  if (asked.module) query.set("module", asked.module);
+  if (asked.module && asked.from !== "") query.set("module_layer", asked.from);
+  return query;
+}
+
+/** Shares from −1 to 1 of all values, `[layer][row]`, and what −1 or 0 and 1 stand for. Cosines are their own shares. */
+function scaled(found, by, each) {
+  if (by === "cosine") return { shares: found.cosines, low: -1, ranges: found.layers.map(() => [-1, 1]) };
+  const logs = found.norms.map((row) => row.map((value) => (value === null || value <= 0 ? null : Math.log(value))));
+  const range = (values) => values.reduce(([a, b], value) => (value === null ? [a, b] : [Math.min(a, value), Math.max(b, value)]), [Infinity, -Infinity]);
+  const rows = logs.map(range);
+  const all = rows.reduce(([a, b], [c, d]) => [Math.min(a, c), Math.max(b, d)], [Infinity, -Infinity]);
+  const ranges = rows.map((own) => (each ? own : all));
+  const shares = logs.map((row, layer) => {
+    const [a, b] = ranges[layer];
+    return row.map((value) => (value === null ? null : b > a ? (value - a) / (b - a) : 0.5));
+  });
+  return { shares, low: 0, ranges: ranges.map(([a, b]) => (b >= a ? [Math.exp(a), Math.exp(b)] : [null, null])) };
+}
+
+function Grid({ found, shares, words, at, move }) {
+  const canvas = useRef(null);
+  const frame = useRef(null);
+  const map = useRef(null);
+  const [box, setBox] = useState(null);
+  useEffect(() => {
+    const source = {
+      rows: words.map(visible),
+      columns: found.layers,
+      at: (row, column) => {
+        const share = shares[column] && shares[column][row];
+        return share === null || share === undefined ? NaN : share;
+      },
+      scale: () => "",
+    };
+    const width = () => Math.max(200, frame.current.clientWidth);
+    map.current = new Heatmap(canvas.current, source, width());
+    const watch = new ResizeObserver(() => {
+      map.current.show(source, width());
+      setBox(map.current.box(at.row, at.layer));
+    });
+    watch.observe(frame.current);
+    const colours = matchMedia("(prefers-color-scheme: dark)");
+    const again = () => map.current.markAll();
+    colours.addEventListener("change", again);
+    const theme = new MutationObserver(again);
+    theme.observe(document.documentElement, { attributes: true });
+    return () => {
+      watch.disconnect();
+      theme.disconnect();
+      colours.removeEventListener("change", again);
+      map.current.close();
+    };
+  }, [found, shares, words]);
+  useEffect(() => map.current && setBox(map.current.box(at.row, at.layer)), [at.row, at.layer, found, shares]);
+  const point = (event) => {
+    const place = event.currentTarget.getBoundingClientRect();
+    const cell = map.current.hit(event.clientX - place.left, event.clientY - place.top);
+    if (cell) move({ row: cell.row, layer: cell.column });
+  };
+  return html`<div class="norm-grid" ref=${frame}><div class="norm-canvas">
+    <canvas ref=${canvas} role="img" aria-label=${`${found.positions.length} tokens by ${found.layers.length} layers`} onMouseMove=${point} onClick=${point}></canvas>
+    ${box && html`<div class="norm-cursor" style=${{ left: `${box.left}px`, top: `${box.top}px`, width: `${box.width}px`, height: `${box.height}px` }}></div>`}
+  </div></div>`;
+}
+
+function Numbers({ found, values, words }) {
+  return html`<div class="scroll-x" tabindex="0" role="group" aria-label="Values as a table"><table class="plain"><thead><tr><th scope="col">Position</th><th scope="col">Token</th>${found.layers.map((layer) => html`<th scope="col" key=${layer}>${layer}</th>`)}</tr></thead>
+    <tbody>${found.positions.map((position, row) => html`<tr key=${position}><td>${position}</td><th scope="row">${visible(words[row])}</th>${found.layers.map((layer, column) => html`<td key=${layer}>${short(values[column] ? values[column][row] : null)}</td>`)}</tr>`)}</tbody></table></div>`;
+}
+
+function Files({ job }) {
+  const [manifest, setManifest] = useState(null);
+  const [error, setError] = useState(null);
+  const leave = useRef(null);
+  useEffect(() => {
+    leave.current = new AbortController();
+    return () => leave.current.abort();
+  }, []);
+  const open = (event) => {
+    if (!event.target.open || manifest) return;
+    setError(null);
+    get(`/v1/captures/${job}`, { signal: leave.current.signal }).then(setManifest, (failure) => failure.name !== "AbortError" && setError(failure));
+  };
+  return html`<details onToggle=${open}><summary>Files</summary>
+    <${Problem} error=${error} />
+    ${manifest && html`<p>${number(manifest.files.length)} files, ${bytes(manifest.bytes)}${manifest.detail && `: ${manifest.detail}`}. <a href=${`/v1/captures/${job}`} download=${`${job}.json`}>Manifest</a></p>
+    <ul class="files">${manifest.files.slice(0, FILES).map(({ name, bytes: size }) => html`<li key=${name}><a href=${`/v1/captures/${job}/files/${encodeURIComponent(name)}`} download=${name}>${name}</a> ${bytes(size)}</li>`)}</ul>
+    ${manifest.files.length > FILES && html`<p>The manifest lists all of them.</p>`}`}
+  </details>`;
+}
+
+/** Waits for the job's end, then shows its rows. */
+export function Shown({ job }) {
+  const [view, setView] = useState(null);
+  const [error, setError] = useState(null);
+  useEffect(() => {
+    const stop = new AbortController();
+    const wait = async () => {
+      for (let known = await get(`/v1/jobs/${job}`, { signal: stop.signal }); ; known = await get(`/v1/jobs/${job}?wait=20`, { signal: stop.signal })) {
+        setView(known);
+        if (OVER.has(known.state)) return;
+      }
+    };
+    wait().catch((failure) => failure.name !== "AbortError" && setError(failure));
+    return () => stop.abort();
+  }, [job]);
+  const failed = view && view.state !== "succeeded" && OVER.has(view.state);
+  return html`<h1>Capture</h1><p><a href="#/capture">All captures</a> · <a class="mono" href=${`#/jobs/${job}`}>${job}</a></p>
+    <${Problem} error=${error} />
+    ${view && !OVER.has(view.state) && html`<p role="status">The job is ${view.state} …</p>`}
+    ${failed && html`<div class="problem" role="alert">The job is ${view.state}${view.error ? `: ${view.error.detail}` : ""}.</div>`}
+    ${view && OVER.has(view.state) && html`<${Norms} job=${job} model=${view.model} quiet=${failed} />`}`;
+}
+
+function Norms({ job, model, quiet }) {
+  const [asked, ask] = useState(CHOSEN);
+  const [found, setFound] = useState(null);
+  const [error, setError] = useState(null);
+  const [modules, setModules] = useState([]);
+  const [each, setEach] = useState(true);
+  const [table, setTable] = useState(false);
+  const [at, move] = useState({ row: 0, layer: 0 });
+  useEffect(() => {
+    const stop = new AbortController();
+    get(`/v1/steering/modules?model=${encodeURIComponent(model)}`, { signal: stop.signal }).then((page) => setModules(page.modules), () => {}); // not served any more: without modules
+    return () => stop.abort();
+  }, [model]);
+  useEffect(() => {
+    const stop = new AbortController();
+    setError(null);
+    get(`/v1/captures/${job}/norms?${queryOf(asked)}`, { signal: stop.signal }).then(
+      (answer) => {
+        setFound(answer);
+        move((known) => ({ row: Math.min(known.row, Math.max(0, answer.positions.length - 1)), layer: Math.min(known.layer, answer.layers.length - 1) }));
+      },
+      (failure) => failure.name !== "AbortError" && setError(failure),
+    );
+    return () => stop.abort();
+  }, [job, asked]);
+  const by = found && found.cosines ? "cosine" : "norm";
+  const scale = useMemo(() => found && scaled(found, by, each), [found, by, each]);
+  const words = useMemo(() => found && (found.tokens || found.token_ids.map(String)), [found]);
+  if (!found) return quiet && error && error.code === "not_found" ? null : html`<${Problem} error=${error} />${!error && html`<p class="loading" role="status">Reading …</p>`}`;
+
+  const values = by === "cosine" ? found.cosines : found.norms;
+  const layer = found.layers[at.layer];
+  const change = (name, more = {}) => (event) => ask({ ...asked, start: 0, ...more, [name]: event.target.value });
+  const chosen = modules.find(({ name }) => name === asked.module);
+  const layersOf = chosen ? [...new Set(chosen.entries.flatMap((entry) => entry.layers))].sort((a, b) => a - b) : [];
+  const key = (event) => {
+    const step = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1], Home: [-Infinity, 0], End: [Infinity, 0] }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const within = (value, count) => Math.max(0, Math.min(count - 1, value));
+    move({ row: within(at.row + step[0], found.positions.length), layer: within(at.layer + step[1], found.layers.length) });
+  };
+  const value = values[at.layer] ? values[at.layer][at.row] : null;
+  const items = found.positions.map((position, row) => ({
+    key: position,
+    word: words[row],
+    value: values[at.layer] ? values[at.layer][row] : null,
+    share: scale.shares[at.layer] ? scale.shares[at.layer][row] : null,
+    generated: position >= found.prompt_tokens,
+  }));
+  const missing = by === "cosine" && !values[at.layer];
+  return html`<form class="inline" onSubmit=${(event) => event.preventDefault()}>
+      ${found.requests.length > 1 && html`<label>Prompt ${found.requests.length <= 50 ? html`<select value=${asked.request} onChange=${change("request")}>${found.requests.map((index) => html`<option value=${index}>${index}</option>`)}</select>` : html`<input type="number" min="0" max=${found.requests.at(-1)} value=${asked.request} onChange=${change("request")} />`}</label>`}
+      <label>Hook point <select value=${found.hook} onChange=${change("hook")}>${found.hooks.map((hook) => html`<option value=${hook}>${hook}</option>`)}</select></label>
+      <label>Colour by <select value=${asked.module} onChange=${change("module", { from: "", start: asked.start })}><option value="">norm</option>
+        ${modules.length > 0 && html`<optgroup label="cosine to the module">${modules.map(({ name }) => html`<option value=${name}>${name}</option>`)}</optgroup>`}</select></label>
+      ${chosen && html`<label>Its vector of <select value=${asked.from} onChange=${change("from", { start: asked.start })}><option value="">each layer</option>${layersOf.map((number) => html`<option value=${number}>layer ${number}</option>`)}</select></label>`}
+      ${by === "norm" && html`<label><input type="checkbox" checked=${each} onChange=${(event) => setEach(event.target.checked)} /> each layer its own scale</label>`}
+      <label><input type="checkbox" checked=${table} onChange=${(event) => setTable(event.target.checked)} /> as a table</label>
+    </form>
+    <${Problem} error=${error} />
+    ${found.rows > ROWS && html`<p class="inline"><${Button} kind="small" disabled=${!found.start} onClick=${() => ask({ ...asked, start: Math.max(0, found.start - ROWS) })}>Earlier<//>
+      <span role="status">rows ${found.start + 1} to ${found.start + found.positions.length} of ${number(found.rows)}</span>
+      <${Button} kind="small" disabled=${found.start + ROWS >= found.rows} onClick=${() => ask({ ...asked, start: found.start + ROWS })}>Later<//></p>`}
+    ${
+      table
+        ? html`<${Numbers} found=${found} values=${values} words=${words} />`
+        : !found.positions.length
+          ? html`<${Empty}>No rows.<//>`
+          : html`<div class="norms" tabindex="0" role="group" aria-label=${`${by} by token and layer`} aria-describedby="norms-keys" onKeyDown=${key}>
+              <p><label>Layer <input type="range" min="0" max=${found.layers.length - 1} value=${at.layer} aria-valuetext=${`layer ${layer}`} onInput=${(event) => move({ ...at, layer: Number(event.target.value) })} onKeyDown=${(event) => event.stopPropagation()} /> <output>${layer}</output></label></p>
+              ${missing ? html`<${Empty}>The module has no vector at layer ${layer}.<//>` : html`<${Legend} what=${by === "cosine" ? "cosine" : "norm, on a logarithmic scale"} low=${scale.low} from=${scale.ranges[at.layer][0]} to=${scale.ranges[at.layer][1]} />`}
+              <${Chips} items=${items} label=${`Tokens at layer ${layer}`} active=${found.positions[at.row]} onPick=${(position) => move({ ...at, row: found.positions.indexOf(position) })} />
+              <p role="status" class="norm-said">token ${found.positions[at.row]} “${visible(words[at.row])}”, layer ${layer}: ${by} ${missing ? "none" : short(value)}</p>
+              <${Grid} found=${found} shares=${scale.shares} words=${words} at=${at} move=${move} />
+              <p id="norms-keys" class="soft">Arrow keys move over tokens (left, right) and layers (up, down).</p>
+            </div>`
+    }
+    <p>${found.dtype} rows of ${number(found.width)} elements, ${found.at} the interventions at ${found.hook}. Tokens in italics were generated.</p>
+    <h2>Download</h2>
+    <ul class="files">
+      <li><a href=${`/v1/captures/${job}/safetensors?request=${found.request}&tag=${encodeURIComponent(found.tag)}`} download=${`${job}.${found.request}.safetensors`}>All rows of this prompt</a> (safetensors)</li>
+      <li><a href=${`/v1/captures/${job}/norms?${queryOf(asked)}`} download=${`${job}.norms.json`}>These numbers</a> (JSON)</li>
+    </ul>
+    <${Files} job=${job} />`;
+}
