@@ -297,8 +297,8 @@ def test_a_box_of_cells_is_chosen_by_mouse_and_by_shift_and_arrows(site: Site, v
     look = visit.page.get_by_role("region", name="Closer look")
     expect(look).to_contain_text("layers 1 to 2, T 0 to h 1")
     expect(look).to_contain_text("4 cells")
-    visit.page.keyboard.press("Escape")
-    first.focus()
+    visit.page.get_by_role("button", name="Close", exact=True).click()
+    expect(first).to_be_focused()
     for key in ("Home", "ArrowUp", "ArrowUp", "Shift+ArrowRight", "Shift+ArrowDown", "Shift+ArrowDown", "Enter"):
         visit.page.keyboard.press(key)
     expect(look).to_contain_text("layers 0 to 1, T 0 to e 2")
@@ -399,6 +399,21 @@ def test_an_unreadable_result_is_a_problem_and_not_an_empty_page(site: Site, vis
     )
     visit.log_in(site.alice, f"sweep/{view.job.id}")
     expect(visit.page.get_by_role("alert")).to_contain_text("This sweep cannot be shown")
+
+
+def test_a_view_that_fails_shows_a_problem_until_another_is_opened(site: Site, visit: Visit) -> None:
+    view = json.loads(to_json(swept(site)))
+    broken = {**view, "job": None}
+    visit.page.route(f"**/v1/sweeps/{view['job']['id']}", lambda route: route.fulfill(json=broken))
+    visit.log_in(site.alice, f"sweep/{view['job']['id']}")
+    expect(visit.page.get_by_role("alert")).to_be_visible()
+    visit.page.goto(f"{site.url}/#/sweep")
+    expect(visit.page.get_by_role("heading", name="New sweep")).to_be_visible()
+    visit.page.goto(f"{site.url}/#/sweep/%E0%A4%A")
+    visit.allow("404")
+    expect(visit.page.get_by_role("alert")).to_contain_text("unknown job")
+    visit.page.goto(f"{site.url}/#/constructor")
+    expect(visit.page.get_by_role("heading", name="Not found")).to_be_visible()
 
 
 def test_a_sweep_of_another_tenant_is_not_there(site: Site, visit: Visit) -> None:

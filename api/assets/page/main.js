@@ -1,7 +1,7 @@
 // The page: session, feed, router, top bar. Views are in views/, one file each.
 
 import { get, post, del, sse, useSession } from "./lib/api.js";
-import { html, render, useState, useEffect, useRef, useCallback, Problem, Button, Field } from "./lib/ui.js";
+import { html, render, useState, useEffect, useRef, useCallback, Problem, Button, Field, Guard } from "./lib/ui.js";
 import { bytes, number } from "./lib/format.js";
 import { JobStore } from "./lib/jobs.js";
 import Jobs from "./views/jobs.js";
@@ -15,9 +15,18 @@ const VIEWS = {
   ops: { title: "Ops", load: async () => (await import("./views/ops.js")).default },
 };
 
+/** A part of an address as text; what is no encoding of one stays as it is. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
 function route() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
-  const [name, ...params] = path.split("/").filter(Boolean).map(decodeURIComponent);
+  const [name, ...params] = path.split("/").filter(Boolean).map(decoded);
   return { name: name || "jobs", params, query: new URLSearchParams(query) };
 }
 
@@ -128,7 +137,7 @@ function Shell({ session, onEnd }) {
     return () => stop.abort();
   }, []);
 
-  const view = VIEWS[at.name];
+  const view = Object.hasOwn(VIEWS, at.name) ? VIEWS[at.name] : null;
   useEffect(() => {
     document.title = `${view ? view.title : "Not found"} · Midstream`;
     if (!view) return undefined;
@@ -168,7 +177,7 @@ function Shell({ session, onEnd }) {
       ${
         !view
           ? html`<h1>Not found</h1><p>There is no view <code>${at.name}</code>. <a href="#/jobs">Jobs</a></p>`
-          : View && html`<${View} key=${at.name} params=${at.params} query=${at.query} session=${session} models=${models} service=${service} jobs=${jobs.current} />`
+          : View && html`<${Guard} place=${location.hash}><${View} key=${at.name} params=${at.params} query=${at.query} session=${session} models=${models} service=${service} jobs=${jobs.current} /><//>`
       }
     </main>
     <footer>Midstream ${session.version} · ${["docs", "swagger", "flower", "grafana"].filter((name) => session.links[name]).map((name) => html` <a href=${session.links[name]}>${name}</a>`)}</footer>`;

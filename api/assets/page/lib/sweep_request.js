@@ -8,6 +8,8 @@ const DEFAULTS = {
   direction: "denoise", ablation: null, alignment: "auto", alpha: 1, mask: null, noise: 8, metadata: {}, priority: "normal", expires_in: null,
   callback_url: null, callback_events: null, lora: null,
 };
+/** Fields whose controls no JSON may bypass: the form could not show what it sends. */
+const OWN = ["model", "pairs", "hooks"];
 const same = (one, other) => JSON.stringify(one) === JSON.stringify(other);
 
 /** Without what is the default anyway. */
@@ -76,15 +78,17 @@ export function formOf(request) {
 /** {request} of a form, or {errors: {field: text}} of JSON that cannot be read. */
 export function requestOf(form) {
   const errors = {};
-  const extra = (text, field) => {
+  const extra = (text, field, own = []) => {
     if (!text.trim()) return {};
+    let value = null;
     try {
-      const value = JSON.parse(text);
-      if (value && typeof value === "object" && !Array.isArray(value)) return value;
+      value = JSON.parse(text);
     } catch {
       // said below
     }
-    errors[field] = 'is not a JSON object, such as {"noise": 4}';
+    if (!value || typeof value !== "object" || Array.isArray(value)) errors[field] = 'is not a JSON object, such as {"alpha": 0.5}';
+    else if (own.some((name) => name in value)) errors[field] = `${own.join(", ")} have controls of their own`;
+    else return value;
     return {};
   };
   const number = (text) => (/^\s*-?\d+(\.\d+)?\s*$/.test(text) ? Number(text) : text);
@@ -97,7 +101,7 @@ export function requestOf(form) {
     positions: positionsOf(form.positions),
     axis: form.axis, metric: form.metric, direction: form.direction, ablation: form.ablation || null, alignment: form.alignment,
     window, noise: number(form.noise),
-    ...extra(form.more, "more"),
+    ...extra(form.more, "more", OWN),
   };
   return Object.keys(errors).length ? { errors } : { request: lean(request) };
 }

@@ -1,14 +1,21 @@
 // Components that views share.
 
-import { html, useState, useEffect, useRef } from "../vendor/preact.js";
+import { html, useState, useEffect, useErrorBoundary, useRef } from "../vendor/preact.js";
 
-export { html, h, render, Component, createContext, useState, useReducer, useEffect, useLayoutEffect, useRef, useMemo, useCallback, useContext } from "../vendor/preact.js";
+export { html, h, render, Component, createContext, useState, useReducer, useEffect, useLayoutEffect, useRef, useMemo, useCallback, useContext, useErrorBoundary } from "../vendor/preact.js";
 
 /** An error, said to screen readers too; nothing without one. */
 export function Problem({ error, title = "" }) {
   if (!error) return null;
   const text = error.message || String(error);
   return html`<div class="problem" role="alert">${title && html`<strong>${title}: </strong>`}${text}${error.retryAfter ? ` Try again in ${error.retryAfter} s.` : ""}</div>`;
+}
+
+/** Shows why a view could not be drawn, instead of an empty page; tries again at another `place`. */
+export function Guard({ place, children }) {
+  const [error, reset] = useErrorBoundary();
+  useEffect(() => reset(), [place]);
+  return error ? html`<${Problem} error=${error} title="This view has failed" />` : children;
 }
 
 /** A button that is disabled while its `onClick` (which may be async) runs, so that a double click acts once. `onError` gets what it throws. */

@@ -12,6 +12,7 @@ import { picture, save } from "../lib/sweep_export.js";
 const OVER = ["succeeded", "failed", "cancelled", "aborted", "expired"];
 /** Milliseconds between two looks of text and table at the grid; the heatmaps are drawn at every frame. */
 const TEXT_MS = 250;
+const MOST_ASKED = 5; // times for the unpatched values while cells arrive: they come first, unless they failed
 const PANEL = 300; // least width of a panel, in CSS pixels
 
 /** The sweep, its grid, and how it goes on; `events` are the heatmaps' listeners. */
@@ -28,6 +29,7 @@ function useSweep(id) {
     const stop = new AbortController();
     let timer = null;
     let asking = null;
+    let asked = 0;
     const soon = () => {
       timer = timer || setTimeout(() => ((timer = null), look((n) => n + 1)), TEXT_MS);
     };
@@ -53,7 +55,7 @@ function useSweep(id) {
             tell(grid.current.cell(data));
             soon();
             const pair = grid.current.pairs[data.pair];
-            if (!pair.base && !asking) asking = load().catch(() => {}).finally(() => (asking = null)); // the scale's middle
+            if (!pair.base && !asking && (asked += 1) <= MOST_ASKED) asking = load().catch(() => {}).finally(() => (asking = null)); // the scale's middle
           } else if (event === "done") stream.abort();
           else if (event === "state") setView((known) => ({ ...known, job: { ...known.job, state: data.state, attempt: data.attempt } }));
         },
@@ -82,6 +84,14 @@ export default function Grid({ id, session }) {
     setPart(found);
     setLooking(Boolean(found));
   }, []);
+  const close = useCallback(() => {
+    const map = document.querySelector(`.cells[data-hook="${part && part.hook}"]`);
+    look(null);
+    if (map) map.focus();
+  }, [part]);
+  useEffect(() => {
+    if (document.activeElement === document.body) document.getElementById("main").focus(); // what led here is gone
+  }, [Boolean(view)]);
   if (!view || !grid) return html`<h1>Sweep</h1><${Problem} error=${error} title=${error && "This sweep cannot be shown"} />${error ? html`<p><a href="#/sweep">Start a new sweep</a></p>` : html`<p class="loading">Loading the sweep …</p>`}`;
 
   const { job, request } = view;
@@ -101,14 +111,14 @@ export default function Grid({ id, session }) {
       <${Button} aria-pressed=${asTable ? "true" : "false"} onClick=${() => setAsTable(!asTable)}>As table<//>
       <${Button} onClick=${() => save(`${id}.png`, picture(grid, chosen, titleOf(grid, chosen)))} onError=${setError}>PNG<//>
       <${Button} onClick=${() => save(`${id}.csv`, new Blob([csv(grid.records())], { type: "text/csv" }))} onError=${setError}>CSV<//>
-      <${Button} onClick=${() => save(`${id}.json`, exported(id, view, session))} onError=${setError}>JSON<//>
+      <${Button} onClick=${() => save(`${id}.json`, exported(id, session))} onError=${setError}>JSON<//>
       ${request && html`<a class="button" href=${`#/sweep?like=${encodeURIComponent(id)}`}>Another like it</a>`}
       <a class="button" href="#/sweep">New sweep</a>
     </div>
     ${asTable
       ? html`<${Table} grid=${grid} pair=${chosen} over=${over} />`
       : html`<${Maps} grid=${grid} pair=${chosen} listeners=${listeners} cursor=${cursor} setCursor=${setCursor} part=${part} look=${look} select=${setPart} />`}
-    ${looking && part && html`<${Closer} key=${JSON.stringify(part)} grid=${grid} request=${request} part=${part} pair=${chosen} close=${() => look(null)} />`}
+    ${looking && part && html`<${Closer} key=${JSON.stringify(part)} grid=${grid} request=${request} part=${part} pair=${chosen} close=${close} />`}
     ${notesOf(grid).map((note) => html`<p class="note">Note: ${note}</p>`)}
     <${Missing} grid=${grid} />
     ${request && html`<h2>The same sweep as code</h2><${Copy} label="The same sweep" tabs=${sweepCode(lean(request), location.origin, keyed)} />`}
@@ -131,7 +141,8 @@ function titleOf(grid, pair) {
 const notesOf = (grid) => [...new Set(grid.pairs.flatMap((pair) => pair.notes))].slice(0, 20);
 
 /** A study that `PatchStudy.load` reads. */
-function exported(id, view, session) {
+async function exported(id, session) {
+  const view = await get(`/v1/sweeps/${encodeURIComponent(id)}`); // as it is now: the one at hand may be older than its cells
   const study = { format: "midstream patch study", version: 1, midstream: session.version || "", job: id, request: view.request, result: view.result };
   return new Blob([JSON.stringify(study)], { type: "application/json" });
 }
