@@ -35,7 +35,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-faults test-machines test-compose fidelity walk quantised smoke-vllm lens sae bench bench-gpu lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-packages test-faults test-machines test-compose fidelity walk quantised smoke-vllm docs lens sae bench bench-gpu lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -120,7 +120,7 @@ test-engine: $(READY) model ## engine tests: real vLLM on CPU
 test-long: $(READY) model ## long tests: every block of the docs, attacks on other requests' numbers (ATTACK_SECONDS=600: ten minutes per dtype), …
 	@echo "== long tests"
 	@failed=0; \
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "long and not ranks" tests || failed=1; \
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "long and not ranks and not packages" tests || failed=1; \
 	$(PYTEST) -m "long and ranks" tests/engine || failed=1; \
 	exit $$failed
 
@@ -131,6 +131,11 @@ test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family 
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "matrix and not ranks" tests/engine || failed=1; \
 	$(PYTEST) -m "matrix and ranks" tests/engine || failed=1; \
 	exit $$failed
+
+# Each extra in an environment of its own outside of the repository. TORCH_INDEX as for the setup.
+test-packages: $(READY) ## the wheel with each extra in a clean environment; gigabytes of downloads, half an hour
+	@echo "== packages"
+	@$(PYTEST) -m packages tests
 
 test-faults: $(READY) model ## fault gate: 10,000 jobs with a fixed seed and with a random one, and a real engine killed ten times
 	@echo "== fault gate"

@@ -14,6 +14,7 @@ from tree import ROOT
 from midstream.client.cli.main import app
 from midstream.schemas.selectors import ALIASES, FORWARD, HOOKS, INSIDE
 from midstream.schemas.settings import Settings
+from midstream.schemas.version import __version__
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
@@ -55,6 +56,12 @@ def test_every_page_stands_in_the_index_once() -> None:
     there = {str(path.relative_to(docs)) for path in docs.rglob("*.md")} - {"README.md"}
     assert len(listed) == len(set(listed))
     assert set(listed) == there
+
+
+def test_the_changelog_has_this_version_and_what_comes_next() -> None:
+    versions = re.findall(r"^## (?:Unreleased \()?([\w.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert __version__ in versions[:2], "the newest release, or the one before it is named"
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == __version__
 
 
 def _links(text: str) -> list[str]:

@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import wheel_kit
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -75,6 +76,11 @@ def test_extras_name_the_packages_that_pyproject_names() -> None:
         assert named <= brought(extra), extra
     for extra, parts in extras.CONTAINED.items():
         assert set().union(*(brought(part) for part in parts)) <= brought(extra)
+
+
+def test_the_packages_test_covers_every_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert wheel_kit.EXTRAS.keys() == project.keys()
 
 
 def test_a_folder_called_midstream_does_not_shadow_the_package(tmp_path: Path) -> None:
