@@ -8,7 +8,7 @@ export { html, h, render, Component, createContext, useState, useReducer, useEff
 export function Problem({ error, title = "" }) {
   if (!error) return null;
   const text = error.message || String(error);
-  return html`<div class="problem" role="alert">${title && html`<strong>${title}: </strong>`}${text}${error.retryAfter ? ` Try again in ${error.retryAfter} s.` : ""}</div>`;
+  return html`<div class="problem" role="alert">${title && html`<strong>${title}: </strong>`}${text}${error.retryAfter ? `${/[.!?]$/.test(text) ? "" : "."} Try again in ${error.retryAfter} s.` : ""}</div>`;
 }
 
 /** Shows why a view could not be drawn, instead of an empty page; tries again at another `place`. */

@@ -44,7 +44,7 @@ function Form() {
   const toggle = (hook) => () => setForm({ ...form, hooks: form.hooks.includes(hook) ? form.hooks.filter((name) => name !== hook) : [...form.hooks, hook] });
   if (models && !models.length) return html`<${Empty}>No model is served.<//>`;
   return html`<form class="capture-form" onSubmit=${(event) => event.preventDefault()}>
-    ${models && models.length > 1 && html`<${Field} label="Model" error=${wrong("model")}>${(id) => html`<select id=${id} value=${form.model} onChange=${set("model")}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
+    ${models && html`<${Field} label="Model" error=${wrong("model")}>${(id) => html`<select id=${id} value=${form.model} onChange=${set("model")}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
     <${Field} label="Prompt" error=${wrong("prompt")}>${(id) => html`<textarea id=${id} rows="3" value=${form.prompt} onInput=${set("prompt")}></textarea>`}<//>
     <fieldset><legend>Hook points</legend><div class="checks">${((model && model.hooks) || []).map(
       (hook) => html`<label key=${hook}><input type="checkbox" checked=${form.hooks.includes(hook)} onChange=${toggle(hook)} /> ${hook}</label>`,

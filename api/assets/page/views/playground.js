@@ -1,7 +1,181 @@
-// Playground: not there yet.
+// Playground: one prompt, sliders for modules, and the baseline's and the steered stream side by side.
 
-import { html, Empty } from "../lib/ui.js";
+import { get } from "../lib/api.js";
+import { Button, Copy, Empty, Field, Problem, html, useEffect, useRef, useState } from "../lib/ui.js";
+import { codeOf, fieldOf, steeringOf } from "../lib/playground_request.js";
+import { Stream, sides } from "../lib/playground_stream.js";
+import { Chips, Legend } from "../lib/chips.js";
 
-export default function View() {
-  return html`<h1>Playground</h1><${Empty}>This view is not there yet.<//>`;
+const FOUND = 8; // modules that are offered at a time
+const MOST = 16; // sliders
+const REACH = 4; // of a slider, either way; the number beside it may be larger
+const BEGIN = { model: "", mode: "plain", system: "", prompt: "My favourite thing to do at the weekend is", max_tokens: 32, temperature: 0, seed: null, modules: [], colour: null };
+
+/** The modules that may be added: those that match, some at a time. */
+function Adding({ modules, used, add }) {
+  const [text, setText] = useState("");
+  const [count, setCount] = useState(FOUND);
+  const wanted = text.trim().toLowerCase();
+  const matching = modules.filter(({ name, description }) => !used.has(name) && `${name} ${description}`.toLowerCase().includes(wanted));
+  const shown = matching.slice(0, count);
+  return html`<div class="adding">
+    ${modules.length > FOUND && html`<${Field} label="Find a module">${(id) => html`<input id=${id} type="search" maxlength="128" value=${text} onInput=${(event) => (setText(event.target.value), setCount(FOUND))} />`}<//>`}
+    <ul class="offers">${shown.map(({ name, description }) => html`<li key=${name}><${Button} kind="small" title=${description || null} disabled=${used.size >= MOST} onClick=${() => add(name)}>${`Add ${name}`}<//></li>`)}</ul>
+    <p class="soft" role="status">${matching.length ? `${shown.length} of ${matching.length} modules` : modules.length ? "no other module" : ""}${used.size >= MOST ? `; at most ${MOST} at a time` : ""}</p>
+    ${matching.length > count && html`<${Button} kind="small" onClick=${() => setCount(count + FOUND)}>More modules<//>`}
+    ${!modules.length && html`<${Empty}>There are no modules yet: <code>midstream modules register</code> makes one.<//>`}
+  </div>`;
+}
+
+function Slider({ module, wrong, change, remove }) {
+  const { name, scale } = module;
+  return html`<div class="slider" role="group" aria-label=${`Module ${name}`}>
+    <span class="mono">${name}</span>
+    <input type="range" min=${-REACH} max=${REACH} step="0.1" value=${scale} aria-label=${`Scale of ${name}`} onInput=${(event) => change(Number(event.target.value))} />
+    <input type="number" step="0.1" min="-1000000" max="1000000" value=${scale} aria-label=${`Scale of ${name}, as a number`} onChange=${(event) => Number.isFinite(event.target.valueAsNumber) && change(event.target.valueAsNumber)} />
+    <${Button} kind="small" aria-label=${`Remove ${name}`} onClick=${remove}>Remove<//>
+    ${wrong && html`<small class="bad" role="alert">${wrong}</small>`}
+  </div>`;
+}
+
+/** What may colour the tokens: labels of probes, and the vectors of the modules that are used. */
+function choices(probes, modules, used) {
+  const found = [];
+  for (const { name, content } of probes) content.labels.forEach((label, column) => found.push({ group: "probes", text: `${name}: ${label}`, colour: { probe: name, label, column } }));
+  for (const { name, entries } of modules) {
+    if (!used.has(name)) continue;
+    for (const entry of entries) for (const layer of entry.layers) found.push({ group: "projection on a module", text: `${name}, layer ${layer} (${entry.hook})`, colour: { module: name, hook: entry.hook, layer } });
+  }
+  return found.map((choice) => ({ ...choice, id: JSON.stringify(choice.colour) }));
+}
+
+/** One side's text; once its tokens are known, as coloured chips. `limit`: the value whose colour is the darkest. */
+function Pane({ title, side, limit, values, colour }) {
+  const text = side.pieces.join("");
+  const item = (word, position) => {
+    const value = side.values.get(position);
+    return { key: position, word, value: colour ? (value === undefined ? null : value) : undefined, share: value === undefined || value === null || !limit ? null : value / limit };
+  };
+  const words = side.words || side.pieces;
+  const offset = side.words ? side.given.length : side.first;
+  return html`<section class="pane" aria-label=${title} aria-busy=${side.state === "running" ? "true" : "false"}>
+    <h2>${title}</h2>
+    <p class="soft" role="status">${side.note}</p>
+    <${Problem} error=${side.error} />
+    ${
+      colour && (side.words || side.first !== null)
+        ? html`${side.words && html`<${Chips} label=${`${title}: prompt`} items=${side.given.map(item)} values=${values} />`}
+            <${Chips} label=${`${title}: output`} items=${words.map((word, n) => item(word, offset + n))} values=${values} />`
+        : html`<p class="text" data-side=${side.name}>${text}</p>`
+    }
+    ${side.job && html`<p><a class="mono" href=${`#/jobs/${side.job}`}>${side.job}</a></p>`}
+  </section>`;
+}
+
+export default function View({ session }) {
+  const [models, setModels] = useState(null);
+  const [modules, setModules] = useState([]);
+  const [probes, setProbes] = useState([]);
+  const [form, setForm] = useState(BEGIN);
+  const [error, setError] = useState(null);
+  const [values, setValues] = useState(false);
+  const [, redraw] = useState(0);
+  const stream = useRef(null);
+  const shown = useRef({ sides: sides(), colour: null });
+
+  useEffect(() => {
+    const stop = new AbortController();
+    get("/v1/models", { signal: stop.signal }).then(
+      ({ data }) => {
+        setModels(data);
+        if (data[0]) setForm((known) => ({ ...known, model: data[0].id }));
+      },
+      (failure) => stop.signal.aborted || setError(failure),
+    );
+    return () => {
+      stop.abort();
+      if (stream.current) stream.current.close();
+    };
+  }, []);
+
+  // What belongs to a model goes with it: its modules, its probes, and what it was saying.
+  useEffect(() => {
+    if (!form.model) return undefined;
+    const stop = new AbortController();
+    const named = `?model=${encodeURIComponent(form.model)}`;
+    Promise.all([get(`/v1/steering/modules${named}`, { signal: stop.signal }), get(`/v1/probes${named}`, { signal: stop.signal })]).then(
+      ([{ modules: found }, { probes: watching }]) => {
+        setModules(found);
+        setProbes(watching);
+      },
+      (failure) => stop.signal.aborted || setError(failure),
+    );
+    return () => {
+      stop.abort();
+      if (stream.current) stream.current.close();
+      stream.current = null;
+      shown.current = { sides: sides(), colour: null };
+      setModules([]);
+      setProbes([]);
+      setError(null);
+      setForm((known) => ({ ...known, modules: [], colour: null }));
+    };
+  }, [form.model]);
+
+  const set = (name) => (event) => setForm({ ...form, [name]: event.target.value });
+  const count = (name, empty) => (event) => setForm({ ...form, [name]: Number.isFinite(event.target.valueAsNumber) ? event.target.valueAsNumber : empty });
+  const used = new Set(form.modules.map(({ name }) => name));
+  const running = stream.current !== null && stream.current.open;
+  const coloured = choices(probes, modules, used);
+  const at = error && fieldOf(error.field, form);
+  const wrong = (name) => (at === name ? `${error.detail}${error.allowed ? ` (${error.allowed})` : ""}` : null);
+  const change = (name, scale) => setForm((known) => ({ ...known, modules: known.modules.map((module) => (module.name === name ? { ...module, scale } : module)) }));
+  const remove = (name) => setForm((known) => ({ ...known, modules: known.modules.filter((module) => module.name !== name), colour: known.colour && known.colour.module === name ? null : known.colour }));
+
+  const run = async () => {
+    setError(null);
+    const begun = new Stream(form, () => redraw((n) => n + 1));
+    stream.current = begun;
+    shown.current = { sides: begun.sides, colour: form.colour };
+    const refused = await begun.run();
+    if (stream.current === begun && refused) setError(refused);
+    redraw((n) => n + 1);
+  };
+  const { sides: both, colour } = shown.current;
+  const limit = Math.max(...both.map((side) => side.limit()));
+
+  if (models && !models.length) return html`<h1>Playground</h1><${Empty}>No model is served.<//>`;
+  return html`<h1>Playground</h1>
+    <form class="playground" onSubmit=${(event) => event.preventDefault()}>
+      <div class="inline">
+        ${models && html`<${Field} label="Model" error=${wrong("model")}>${(id) => html`<select id=${id} value=${form.model} onChange=${set("model")}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
+        <${Field} label="Kind">${(id) => html`<select id=${id} value=${form.mode} onChange=${set("mode")}><option value="plain">plain text</option><option value="chat">chat</option></select>`}<//>
+        <${Field} label="Tokens" error=${wrong("max_tokens")}>${(id) => html`<input id=${id} type="number" min="1" value=${form.max_tokens} onInput=${count("max_tokens", 1)} />`}<//>
+        <${Field} label="Temperature" error=${wrong("temperature")}>${(id) => html`<input id=${id} type="number" min="0" max="2" step="0.1" value=${form.temperature} onInput=${count("temperature", 0)} />`}<//>
+        <${Field} label="Seed" error=${wrong("seed")}>${(id) => html`<input id=${id} type="number" step="1" placeholder="none" value=${form.seed === null ? "" : form.seed} onInput=${count("seed", null)} />`}<//>
+      </div>
+      ${form.mode === "chat" && html`<${Field} label="System message">${(id) => html`<input id=${id} value=${form.system} onInput=${set("system")} />`}<//>`}
+      <${Field} label=${form.mode === "chat" ? "User message" : "Prompt"} error=${wrong("prompt")}>${(id) => html`<textarea id=${id} rows="3" value=${form.prompt} onInput=${set("prompt")}></textarea>`}<//>
+      <fieldset><legend>Modules</legend>
+        ${form.modules.map((module) => html`<${Slider} key=${module.name} module=${module} wrong=${wrong(`module ${module.name}`)} change=${(scale) => change(module.name, scale)} remove=${() => remove(module.name)} />`)}
+        <${Adding} modules=${modules} used=${used} add=${(name) => setForm((known) => ({ ...known, modules: [...known.modules, { name, scale: 1 }] }))} />
+      </fieldset>
+      <div class="inline">
+        <${Field} label="Colour tokens by" error=${wrong("colour")}>${(id) => html`<select id=${id} value=${form.colour ? JSON.stringify(form.colour) : ""} onChange=${(event) => setForm({ ...form, colour: event.target.value ? JSON.parse(event.target.value) : null })}>
+          <option value="">nothing</option>
+          ${[...new Set(coloured.map(({ group }) => group))].map((group) => html`<optgroup key=${group} label=${group}>${coloured.filter((choice) => choice.group === group).map(({ id: value, text }) => html`<option key=${value} value=${value}>${text}</option>`)}</optgroup>`)}
+        </select>`}<//>
+        <label><input type="checkbox" checked=${values} onChange=${(event) => setValues(event.target.checked)} /> show values</label>
+      </div>
+      <${Problem} error=${at ? null : error} />
+      <div class="inline">
+        <${Button} kind="main" disabled=${!form.model || !form.prompt || running} onClick=${run} onError=${setError}>Run<//>
+        ${running && html`<${Button} onClick=${() => stream.current.stop()} onError=${setError}>Stop<//>`}
+        ${!steeringOf(form).length && html`<span class="soft">No module is set: both sides are the baseline.</span>`}
+      </div>
+    </form>
+    ${colour && limit > 0 && html`<${Legend} what=${colour.probe ? `${colour.probe}: ${colour.label}` : `projection on ${colour.module}, layer ${colour.layer}`} from=${-limit} to=${limit} />`}
+    <div class="panes">${both.map((side) => html`<${Pane} key=${side.name} title=${side.title} side=${side} limit=${limit} values=${values} colour=${colour} />`)}</div>
+    <h2>The steered request as code</h2>
+    <${Copy} label="Code" tabs=${codeOf(form, location.origin, session.auth !== "open")} />`;
 }

@@ -1,0 +1,67 @@
+// What the playground sends, and the same as code to copy.
+
+import { curl, python } from "./code.js";
+
+export const PATHS = { plain: "/v1/completions", chat: "/v1/chat/completions" };
+export const TAG = "playground";
+
+/** Modules whose slider is not at zero. */
+export const steeringOf = (form) => form.modules.filter(({ scale }) => scale !== 0).map(({ name, scale }) => ({ module: name, scale }));
+
+const messagesOf = ({ system, prompt }) => [...(system ? [{ role: "system", content: system }] : []), { role: "user", content: prompt }];
+
+/** The tokens' text: what `/v1/tokenize` takes. */
+export const asked = (form) => (form.mode === "chat" ? { messages: messagesOf(form) } : { prompt: form.prompt });
+
+function sampling(form) {
+  const found = { max_tokens: form.max_tokens, temperature: form.temperature };
+  return form.seed === null ? found : { ...found, seed: form.seed };
+}
+
+/** What colours the tokens, as fields of a request. `form.colour`: null, {probe, label}, or {module, hook, layer}. */
+function colouring(form) {
+  const { colour } = form;
+  if (!colour) return {};
+  if (colour.probe) return { probes: [{ probe: colour.probe, tokens: true }] };
+  return { capture: { hooks: { [colour.hook]: [colour.layer] }, positions: "all", at: "after", tag: TAG }, capture_wait: true };
+}
+
+/** The body of a completion, plain or chat. */
+export function bodyOf(form, steered) {
+  const steering = steered ? steeringOf(form) : [];
+  return { model: form.model, ...asked(form), ...sampling(form), ...(steering.length ? { steering } : {}), ...colouring(form) };
+}
+
+/** {Python, curl, CLI}: the request with its modules. `keyed`: the API asks for a key. */
+export function codeOf(form, origin, keyed) {
+  const body = bodyOf(form, true);
+  const { model, capture_wait: _, ...rest } = body;
+  const call = form.mode === "chat" ? "chat" : "completion";
+  const fields = Object.entries(body).map(([name, value]) => `        ${name}=${python(value, "        ")},\n`);
+  const prints = [`    print(answer.text)\n`, ...(rest.probes ? ["    print(answer.probes)\n"] : [])];
+  const { prompt, messages, max_tokens, temperature, seed, ...more } = rest;
+  const job = {
+    model,
+    ...(messages ? { messages: [messages] } : { prompts: [prompt] }),
+    sampling: { max_tokens, temperature, ...(seed === undefined ? {} : { seed }) },
+    ...more,
+  };
+  return {
+    Python: `from midstream import Client\n\nwith Client(${JSON.stringify(origin)}) as client:${keyed ? "  # the key is in MIDSTREAM_API_KEY" : ""}\n    answer = client.${call}(\n${fields.join("")}    )\n${prints.join("")}`,
+    curl: curl(origin, PATHS[form.mode], body, keyed),
+    CLI: `midstream submit --url ${origin} --body /dev/stdin <<'END'\n${JSON.stringify(job, null, 2)}\nEND`,
+  };
+}
+
+/** Field of an error → the form's field, such as `steering[1].module` → `module 1`; null: of none. */
+export function fieldOf(field, form) {
+  if (!field) return null;
+  const steering = /^steering\[(\d+)\]/.exec(field);
+  if (steering) {
+    const used = steeringOf(form)[Number(steering[1])];
+    return used ? `module ${used.module}` : null;
+  }
+  if (/^(prompt|messages)/.test(field)) return "prompt";
+  if (/^(probes|capture)/.test(field)) return "colour";
+  return ["model", "max_tokens", "temperature", "seed"].includes(field) ? field : null;
+}

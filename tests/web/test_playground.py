@@ -1,0 +1,345 @@
+"""Does the playground show what the API answers: two streams at once, steered by sliders, coloured, stopped, copied?"""
+
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+from web_kit import MODEL, NARROW, Site, User, Visit, held, until, visiting
+
+HIDDEN = 8
+PROMPT = "the sky is"
+TOKENS = 12
+FIELDS: dict[str, Any] = {"model": MODEL, "max_tokens": TOKENS, "temperature": 0}
+PATHS = re.compile(r"/v1/(chat/)?completions$")
+
+
+def tensor(*rows: list[float]) -> dict[str, Any]:
+    values = np.array(rows if len(rows) > 1 else rows[0], "<f4")
+    return {"dtype": "float32", "shape": list(values.shape), "data": base64.b64encode(values.tobytes()).decode()}
+
+
+def module(user: User, name: str, layers: list[int] | None = None) -> None:
+    entry = {"layers": layers or [2], "vector": tensor([float(len(name) + n) for n in range(HIDDEN)])}
+    user.http.put(f"/v1/steering/modules/{name}", json={"steering": [entry]}).raise_for_status()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered(site: Site) -> None:
+    module(site.alice, "sea")
+    module(site.alice, "land", [1, 3])
+    body = {"weight": tensor([1.0] * HIDDEN, [2.0] * HIDDEN), "layer": 3, "labels": ["calm", "angry"]}
+    site.operator.http.put("/v1/probes/tone", json=body).raise_for_status()
+
+
+def opened(site: Site, visit: Visit, user: User | None = None) -> Page:
+    visit.log_in(user or site.alice, "playground")
+    visit.page.get_by_label("Prompt").fill(PROMPT)
+    visit.page.get_by_label("Tokens", exact=True).fill(str(TOKENS))
+    return visit.page
+
+
+def add(page: Page, name: str, scale: float) -> None:
+    page.get_by_role("button", name=f"Add {name}", exact=True).click()
+    page.get_by_label(f"Scale of {name}, as a number").fill(str(scale))
+    page.get_by_label(f"Scale of {name}, as a number").press("Tab")
+
+
+def pane(page: Page, title: str) -> Locator:
+    return page.get_by_role("region", name=title)
+
+
+def run(page: Page) -> None:
+    page.get_by_role("button", name="Run").click()
+    for title in ("Baseline", "Steered"):
+        expect(pane(page, title)).to_contain_text("finished: length, 12 tokens")
+
+
+def job_of(page: Page, title: str) -> str:
+    return pane(page, title).get_by_role("link", name=re.compile("^job_")).inner_text()
+
+
+def answer(site: Site, **body: Any) -> str:
+    return str(site.alice.post("/v1/completions", **{**FIELDS, "prompt": PROMPT, **body})["choices"][0]["text"])
+
+
+def sent(visit: Visit) -> list[dict[str, Any]]:
+    """Bodies of the completions that the page asks for from now on."""
+    found: list[dict[str, Any]] = []
+    visit.page.on("request", lambda request: found.append(request.post_data_json) if PATHS.search(request.url) else None)
+    return found
+
+
+# --- Two streams ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+def test_the_baseline_and_the_steered_stream_run_side_by_side(site: Site, visit: Visit) -> None:
+    page = opened(site, visit)
+    bodies = sent(visit)
+    add(page, "sea", 2.5)
+    with held(site):
+        page.get_by_role("button", name="Run").dblclick()
+        for title in ("Baseline", "Steered"):
+            expect(pane(page, title)).to_contain_text("generating …")
+        site.let(8)
+        until(lambda: all(page.locator(f'[data-side="{side}"]').inner_text() for side in ("baseline", "steered")) or None, "both to begin")
+        expect(page.get_by_role("button", name="Run")).to_be_disabled()
+    for title, steering in (("Baseline", []), ("Steered", [{"module": "sea", "scale": 2.5}])):
+        expect(pane(page, title)).to_contain_text("finished: length, 12 tokens")
+        text = answer(site, steering=steering)
+        assert page.locator(f'[data-side="{title.lower()}"]').evaluate("it => it.textContent") == text
+    assert [body.get("steering", []) for body in bodies] == [[], [{"module": "sea", "scale": 2.5}]], "a double click sends once"
+    visit.check_accessible()
+
+
+def test_sliders_set_the_scales_of_several_modules(site: Site, visit: Visit) -> None:
+    page = opened(site, visit)
+    add(page, "sea", 1)
+    page.get_by_label("Scale of sea", exact=True).fill("-3")
+    add(page, "land", 7.5)
+    bodies = sent(visit)
+    run(page)
+    assert bodies[1]["steering"] == [{"module": "sea", "scale": -3}, {"module": "land", "scale": 7.5}]
+    steered = page.locator('[data-side="steered"]').evaluate("it => it.textContent")
+    assert steered == answer(site, steering=bodies[1]["steering"])
+    page.get_by_role("button", name="Remove land").click()
+    page.get_by_label("Scale of sea", exact=True).fill("0")
+    expect(page.get_by_text("No module is set")).to_be_visible()
+    run(page)
+    assert "steering" not in bodies[3]
+
+
+def test_a_chat_has_the_systems_message_and_the_users(site: Site, visit: Visit) -> None:
+    page = opened(site, visit)
+    page.get_by_label("Kind").select_option("chat")
+    page.get_by_label("System message").fill("be brief")
+    add(page, "sea", 2)
+    run(page)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPT}]
+    for side, steering in (("baseline", []), ("steered", [{"module": "sea", "scale": 2}])):
+        found = site.alice.post("/v1/chat/completions", **FIELDS, messages=messages, steering=steering)
+        shown = page.locator(f'[data-side="{side}"]').evaluate("it => it.textContent")
+        assert shown == found["choices"][0]["message"]["content"]
+
+
+def test_more_modules_than_fit_are_searched(site: Site, visit: Visit) -> None:
+    user = site.user("archive")
+    for number in range(20):
+        module(user, f"m{number:02}")
+    page = opened(site, visit, user)
+    offers = page.get_by_role("button", name=re.compile("^Add "))
+    expect(offers).to_have_count(8)
+    page.get_by_role("button", name="More modules").click()
+    expect(offers).to_have_count(16)
+    page.get_by_role("button", name="More modules").click()
+    expect(offers).to_have_count(20)
+    page.get_by_label("Find a module").fill("m1")
+    expect(offers).to_have_count(8)
+    expect(page.get_by_text("8 of 10 modules")).to_be_visible()
+    page.get_by_role("button", name="Add m11").click()
+    expect(page.get_by_label("Scale of m11", exact=True)).to_be_visible()
+    expect(page.get_by_role("button", name="Add m11")).to_have_count(0)
+    expect(page.get_by_role("button", name="Add sea")).to_have_count(0)  # it is another tenant's
+
+
+# --- Colours --------------------------------------------------------------------------------------------------------------------------
+
+
+def values(page: Page, title: str) -> dict[int, float | None]:
+    """Position → what the chip says."""
+    chips = pane(page, title).locator(".chip").evaluate_all("chips => chips.map(chip => [chip.dataset.position, chip.title])")
+    return {int(position): None if said.endswith("none") else float(said.rpartition(": ")[2]) for position, said in chips}
+
+
+def test_tokens_are_coloured_by_a_probe_while_they_come(site: Site, visit: Visit) -> None:
+    page = opened(site, visit)
+    add(page, "sea", 2)
+    page.get_by_label("Colour tokens by").select_option("tone: angry")
+    first = len(PROMPT)
+    with held(site):
+        page.get_by_role("button", name="Run").click()
+        expect(pane(page, "Steered")).to_contain_text("generating …")
+        site.let(10)
+        for title in ("Baseline", "Steered"):
+            chip = pane(page, title).locator(f'.chip[data-position="{first}"]')
+            expect(chip).to_have_attribute("title", re.compile(f": {first + 1}$"))
+    for title in ("Baseline", "Steered"):
+        expect(pane(page, title)).to_contain_text("finished: length")
+        expect(pane(page, title).locator(".chip")).to_have_count(first + TOKENS)
+        found = values(page, title)
+        last = first + TOKENS - 1
+        assert found == {**{position: position + 1 for position in range(last)}, last: None}, "the last token is never fed back"
+        words = pane(page, title).get_by_role("group", name="output").locator(".chip").all_inner_texts()
+        steering = [{"module": "sea", "scale": 2}] if title == "Steered" else []
+        assert "".join(words).replace("·", " ") == answer(site, steering=steering)
+    page.get_by_label("show values").check()
+    expect(pane(page, "Baseline").locator(".chip").first).to_contain_text("1")
+    visit.check_accessible()
+
+
+def test_tokens_are_coloured_by_their_projection_on_a_module(site: Site, visit: Visit) -> None:
+    page = opened(site, visit)
+    add(page, "land", 1)
+    page.get_by_label("Colour tokens by").select_option("land, layer 3 (post_block)")
+    bodies = sent(visit)
+    run(page)
+    expect(pane(page, "Steered").locator(".chip")).to_have_count(len(PROMPT) + TOKENS)
+    again = site.alice.post("/v1/completions", **{key: value for key, value in bodies[1].items() if not key.startswith("stream")})
+    norms = site.alice.get(f"/v1/captures/{again['id']}/norms", module="land")
+    expected = [float(f"{norm * cosine:.4g}") for norm, cosine in zip(norms["norms"][0], norms["cosines"][0], strict=True)]
+    found = list(values(page, "Steered").values())
+    assert found[:-1] == pytest.approx(expected, rel=1e-3)
+    assert found[-1] is None
+    assert bodies[1]["capture"]["hooks"] == {"post_block": [3]}
+    job = job_of(page, "Steered")
+    assert site.alice.http.get(f"/v1/captures/{job}").status_code == 410, "rows that were for the colours alone are deleted"
+    visit.check_accessible()
+
+
+# --- Ends -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_stop_cancels_both_jobs(site: Site, visit: Visit) -> None:
+    page = opened(site, visit)
+    with held(site):
+        page.get_by_role("button", name="Run").click()
+        for title in ("Baseline", "Steered"):
+            expect(pane(page, title)).to_contain_text("generating …")
+        jobs = [job_of(page, title) for title in ("Baseline", "Steered")]
+        page.get_by_role("button", name="Stop").click()
+        for title in ("Baseline", "Steered"):
+            expect(pane(page, title)).to_contain_text("stopped")
+    assert {site.alice.wait(job)["state"] for job in jobs} <= {"cancelled", "aborted"}
+    expect(page.get_by_role("button", name="Run")).to_be_enabled()
+    expect(page.get_by_role("alert")).to_have_count(0)
+    run(page)
+
+
+def test_leaving_the_view_closes_its_streams(site: Site, visit: Visit) -> None:
+    page = opened(site, visit)
+    closed: list[str] = []
+    page.on("requestfailed", lambda request: closed.append(request.url) if PATHS.search(request.url) else None)
+    with held(site):
+        page.get_by_role("button", name="Run").click()
+        for title in ("Baseline", "Steered"):
+            expect(pane(page, title)).to_contain_text("generating …")
+        page.get_by_role("link", name="Jobs", exact=True).click()
+        expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+        until(lambda: len(closed) == 2 or (page.wait_for_timeout(50), None)[1], "both streams to close")
+
+
+def test_another_models_late_answer_is_not_shown(site: Site, visit: Visit) -> None:
+    card = site.alice.get("/v1/models")["data"][0]
+    visit.page.route(
+        re.compile(r"/v1/models$"), lambda route: route.fulfill(json={"object": "list", "data": [card, {**card, "id": "other"}]})
+    )
+    visit.page.route(re.compile(r"model=other"), lambda route: route.fulfill(json={"modules": [], "probes": []}))
+    page = opened(site, visit)
+    add(page, "sea", 2)
+    closed: list[str] = []
+    page.on("requestfailed", lambda request: closed.append(request.url) if PATHS.search(request.url) else None)
+    with held(site):
+        page.get_by_role("button", name="Run").click()
+        expect(pane(page, "Steered")).to_contain_text("generating …")
+        page.get_by_label("Model").select_option("other")
+        expect(page.get_by_label("Scale of sea", exact=True)).to_have_count(0)
+        until(lambda: len(closed) == 2 or (page.wait_for_timeout(50), None)[1], "both streams to close")
+        jobs = [job["id"] for job in site.alice.get("/v1/jobs", limit=2)["jobs"]]
+    for job in jobs:
+        site.alice.wait(job)
+    for side in ("baseline", "steered"):
+        expect(page.locator(f'[data-side="{side}"]')).to_have_text("")
+    expect(page.get_by_role("button", name="Run")).to_be_enabled()
+
+
+# --- Errors ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("label", "text", "said"),
+    [("Tokens", "100000", "exceeds the model's limit of 4096"), ("Temperature", "3", "2"), ("Seed", "1.5", "int")],
+)
+def test_an_error_of_the_playground_is_at_its_field(site: Site, visit: Visit, label: str, text: str, said: str) -> None:
+    visit.allow("400")
+    page = opened(site, visit)
+    page.get_by_label(label, exact=True).fill(text)
+    page.get_by_role("button", name="Run").click()
+    field = page.locator(".field").filter(has=page.get_by_label(label, exact=True))
+    expect(field.get_by_role("alert")).to_contain_text(said)
+    expect(page.get_by_role("alert")).to_have_count(1)
+    page.get_by_label(label, exact=True).fill({"Tokens": str(TOKENS)}.get(label, "1"))
+    run(page)
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_a_module_that_is_gone_is_named_at_its_slider(site: Site, visit: Visit) -> None:
+    visit.allow("400")
+    module(site.alice, "brief")
+    page = opened(site, visit)
+    add(page, "sea", 1)
+    add(page, "brief", 1)
+    site.alice.http.delete("/v1/steering/modules/brief").raise_for_status()
+    page.get_by_role("button", name="Run").click()
+    expect(page.get_by_role("group", name="Module brief").get_by_role("alert")).to_contain_text("unknown module 'brief'")
+
+
+def test_a_limit_names_itself_and_the_wait(site: Site, visit: Visit) -> None:
+    visit.allow("429")
+    user = site.user("hasty")
+    site.operator.http.put("/v1/tenants/hasty", json={"requests_per_minute": 1}).raise_for_status()
+    page = opened(site, visit, user)
+    page.get_by_role("button", name="Run").click()
+    refused = page.get_by_role("alert")
+    expect(refused).to_have_count(1)  # the other has taken the one that is allowed
+    expect(refused).to_contain_text("its limit of requests per minute (1)")
+    expect(refused).to_contain_text(re.compile(r"Try again in \d+ s"))
+
+
+# --- Code -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["plain", "chat"])
+def test_the_copied_code_runs_and_gives_the_steered_text(site: Site, visit: Visit, mode: str) -> None:
+    page = opened(site, visit)
+    prompt = 'it\'s a "sky"\n$HOME `id` \\ END'
+    if mode == "chat":
+        page.get_by_label("Kind").select_option("chat")
+        page.get_by_label("System message").fill("be 'brief'")
+    page.get_by_label("User message" if mode == "chat" else "Prompt").fill(prompt)
+    page.get_by_label("Seed").fill("7")
+    add(page, "sea", 2.5)
+    page.get_by_label("Colour tokens by").select_option("tone: calm")
+    run(page)
+    steered = site.alice.get(f"/v1/jobs/{job_of(page, 'Steered')}/result")["outputs"][0]["text"]
+    environment = {**os.environ, "MIDSTREAM_API_KEY": site.alice.key, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment["COLUMNS"] = "200"
+    for language in ("Python", "curl", "CLI"):
+        page.get_by_role("tab", name=language, exact=True).click()
+        code = page.locator(f'pre[data-code="{language}"]').evaluate("it => it.textContent")
+        command = [sys.executable, "-c", code] if language == "Python" else ["bash", "-c", code]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300, stdin=subprocess.DEVNULL)
+        assert ran.returncode == 0, f"{language}: {ran.stderr}"
+        if language == "curl":
+            choice = json.loads(ran.stdout)["choices"][0]
+            assert (choice["message"]["content"] if mode == "chat" else choice["text"]) == steered
+        else:
+            assert steered in ran.stdout, f"{language}: {ran.stdout}"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_playground_fits_a_phone_and_is_accessible(browser: Browser, site: Site, scheme: str) -> None:
+    with visiting(browser, site.url, NARROW, scheme) as visit:
+        page = opened(site, visit)
+        add(page, "sea", 2)
+        page.get_by_label("Colour tokens by").select_option("tone: calm")
+        run(page)
+        visit.check_fits()
+        visit.check_accessible()
