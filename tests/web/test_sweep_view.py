@@ -25,8 +25,8 @@ PAIR = {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "an
 BODY: dict[str, Any] = {"model": MODEL, "pairs": [PAIR], "hooks": ["resid_pre", "attn_out"], "metric": "logit_diff"}
 LAYERS, TOKENS = 4, len(PAIR["corrupt"])  # of the fake engine; a token is a character
 CELLS = 2 * LAYERS * TOKENS
-#: What a sweep with one pair runs before its first cell, and some cells.
-CONTROLS, SOME = 10, 20
+#: Steps of the engine: enough for some cells after the ten that measure the unpatched prompts and the noise; and for more, but not all.
+SOME, MORE = 30, 60
 
 
 def submitted(site: Site, **changes: Any) -> str:
@@ -42,6 +42,11 @@ def swept(site: Site, **changes: Any) -> SweepView:
 
 def seen(site: Site, job_id: str) -> SweepView:
     return from_json(site.alice.http.get(f"/v1/sweeps/{job_id}").content, SweepView)
+
+
+def with_value(site: Site, job_id: str) -> int:
+    """How many of its cells have a value by now."""
+    return seen(site, job_id).result.summary.cells
 
 
 def shown(visit: Visit, site: Site, job_id: str) -> Locator:
@@ -108,7 +113,7 @@ def test_an_example_is_aligned_before_it_runs_and_is_sent_once(site: Site, visit
     expect(visit.page).to_have_url(re.compile(r"#/sweep/job_"))
     expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded")
     assert len(bodies) == 1
-    assert drawn(visit.page)["wrong"] == 0
+    settled(visit.page, wrong=0, empty=0)
 
 
 def test_tokens_are_shown_as_the_server_aligns_them(site: Site, visit: Visit) -> None:
@@ -190,20 +195,15 @@ def test_another_like_it_keeps_names_of_hooks_positions_and_other_fields(site: S
 
 @pytest.mark.smoke
 def test_heatmaps_are_filled_while_the_sweep_runs(site: Site, visit: Visit) -> None:
-    with held(site, CONTROLS + SOME):
+    with held(site, SOME):
         job_id = submitted(site)
-        until(lambda: seen(site, job_id).job.cells or None, "cells")
+        until(lambda: with_value(site, job_id) or None, "the first cells")
         shown(visit, site, job_id)
         expect(visit.page.locator(".sweep-state")).to_have_attribute("data-state", "running")
-        known = until(lambda: cells if (cells := seen(site, job_id).job.cells) >= SOME else None, "all that may come")
-        skipped = len(seen(site, job_id).result.skipped)
-        until(lambda: True if (at := drawn(visit.page))["right"] + at["hatched"] >= known - skipped else None, "what is known")
-        before = drawn(visit.page)
-        assert before["empty"] > 0
-        assert before["right"] > 0
-        assert before["wrong"] == 0
-        site.let(CONTROLS + 2 * SOME)
-        until(lambda: True if drawn(visit.page)["right"] > before["right"] else None, "more cells")
+        until(lambda: True if drawn(visit.page)["right"] > 0 else None, "cells in colour")
+        assert drawn(visit.page)["empty"] > 0
+        site.let(MORE)
+        until(lambda: True if drawn(visit.page)["right"] > SOME else None, "cells that came later")
         assert drawn(visit.page)["empty"] > 0, "not all have come"
     expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded")
     view = seen(site, job_id)
@@ -214,15 +214,16 @@ def test_heatmaps_are_filled_while_the_sweep_runs(site: Site, visit: Visit) -> N
 
 
 def test_a_held_sweep_is_cancelled_and_keeps_its_cells(site: Site, visit: Visit) -> None:
-    with held(site, CONTROLS + SOME):
+    with held(site, SOME):
         job_id = submitted(site)
-        until(lambda: True if seen(site, job_id).job.cells >= SOME else None, "cells")
+        until(lambda: with_value(site, job_id) or None, "the first cells")
         shown(visit, site, job_id)
         visit.page.get_by_role("button", name="Cancel").click()
         expect(visit.page.locator(".sweep-state")).to_have_attribute("data-state", "cancelled")
-    left = drawn(visit.page)
-    assert left["right"] > 0
-    assert left["empty"] > 0
+    summary = seen(site, job_id).result.summary
+    assert 0 < summary.cells < CELLS - summary.skipped
+    left = {"right": summary.cells, "hatched": summary.skipped, "empty": CELLS - summary.cells - summary.skipped}
+    settled(visit.page, **left)
     expect(visit.page.get_by_role("button", name="Cancel")).to_have_count(0)
     visit.page.reload()
     expect(visit.page.locator(".cells canvas").first).to_be_visible()
@@ -276,7 +277,9 @@ def test_enter_on_a_cell_looks_closer_as_a_study_does(site: Site, visit: Visit) 
         visit.page.keyboard.press(key)
     look = visit.page.get_by_role("region", name="Closer look")
     expect(look).to_contain_text("4 cells: layers 0 to 3, 1 column")
-    visit.page.get_by_role("button", name="Run the closer look").dblclick()
+    start = visit.page.get_by_role("button", name="Run the closer look")
+    expect(start).to_be_enabled()
+    start.evaluate("(button) => { button.click(); button.click(); }")
     expect(visit.page).not_to_have_url(re.compile(view.job.id))
     expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded")
     closer = seen(site, visit.page.url.rpartition("/")[2])
@@ -426,7 +429,7 @@ def test_a_sweep_of_another_tenant_is_not_there(site: Site, visit: Visit) -> Non
 def test_leaving_the_view_ends_its_stream(site: Site, visit: Visit) -> None:
     ended: list[str] = []
     visit.page.on("requestfailed", lambda request: ended.append(request.url))
-    with held(site, CONTROLS + SOME):
+    with held(site, SOME):
         job_id = submitted(site)
         with visit.page.expect_request(f"**/v1/jobs/{job_id}/events"):
             shown(visit, site, job_id)

@@ -46,16 +46,17 @@ export function Button({ onClick, onError, children, disabled = false, kind = ""
 
 let numbers = 0;
 
-/** A label around one control: `<Field label="Prompt" hint="…">${(id, aria) => html`<input id=${id} ...${aria} …>`}</Field>`; `aria` ties hint and error to it. */
+/** A label around one control: `<Field label="Prompt" hint="…">${(id) => html`<input id=${id} …>`}</Field>`; hint and error describe it. */
 export function Field({ label, hint, error, children }) {
   const id = useRef(null);
   if (id.current === null) id.current = `field-${(numbers += 1)}`;
   const control = Array.isArray(children) ? children[0] : children;
+  const made = typeof control === "function" ? control(id.current) : control;
   const told = [error && `${id.current}-error`, hint && `${id.current}-hint`].filter(Boolean).join(" ");
-  const aria = { "aria-describedby": told || null, "aria-invalid": error ? "true" : null };
+  if (made && made.props) Object.assign(made.props, { "aria-describedby": told || null, "aria-invalid": error ? "true" : null });
   return html`<div class="field">
     <label for=${id.current}>${label}</label>
-    ${typeof control === "function" ? control(id.current, aria) : control}
+    ${made}
     ${hint && html`<small id=${`${id.current}-hint`}>${hint}</small>`}
     ${error && html`<small id=${`${id.current}-error`} class="bad" role="alert">${error}</small>`}
   </div>`;

@@ -92,5 +92,5 @@ function Recent() {
 }
 
 export default function View({ params }) {
-  return params[0] ? html`<${Shown} key=${params[0]} job=${params[0]} />` : html`<h1>Capture</h1><${Form} /><${Recent} />`;
+  return params[0] ? html`<${Shown} key=${params[0]} job=${encodeURIComponent(params[0])} />` : html`<h1>Capture</h1><${Form} /><${Recent} />`;
 }

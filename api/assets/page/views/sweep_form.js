@@ -111,7 +111,7 @@ export default function Form({ like }) {
       ${form.pairs.map((pair, n) => html`<${Pair} key=${n} n=${n} pair=${pair} many=${form.pairs.length > 1} ablation=${form.ablation} told=${told} change=${changePair} remove=${() => change("pairs", form.pairs.filter((_, other) => other !== n))} />`)}
       <p><${Button} kind="small" disabled=${form.pairs.length >= MOST_PAIRS} onClick=${() => change("pairs", [...form.pairs, emptyPair()])}>Add a pair<//></p>
       <div class="fields">
-        <${Field} label="Model" error=${told.model}>${(id, aria) => html`<select id=${id} ...${aria} value=${form.model} onChange=${(event) => change("model", event.target.value)}>
+        <${Field} label="Model" error=${told.model}>${(id) => html`<select id=${id} value=${form.model} onChange=${(event) => change("model", event.target.value)}>
           ${[...new Set([...models.map((each) => each.id), form.model])].map((name) => html`<option value=${name}>${name || "no model is served"}</option>`)}
         </select>`}<//>
         <${Text} name="layers" label="Layers" hint="all, 3, 0-5 or 0-5,9,-1" form=${form} told=${told} change=${change} />
@@ -150,14 +150,14 @@ function controlOf(field, form) {
 
 function Text({ name, label, hint, form, told, change }) {
   return html`<${Field} label=${label} hint=${hint} error=${told[name]}>
-    ${(id, aria) => html`<input type="text" id=${id} ...${aria} data-field=${name} value=${form[name]} autocomplete="off" onInput=${(event) => change(name, event.target.value)} />`}
+    ${(id) => html`<input type="text" id=${id} data-field=${name} value=${form[name]} autocomplete="off" onInput=${(event) => change(name, event.target.value)} />`}
   <//>`;
 }
 
 function Choice({ name, label, form, told, change }) {
   const choices = CHOICES[name];
   return html`<${Field} label=${label} error=${told[name]}>
-    ${(id, aria) => html`<select id=${id} ...${aria} data-field=${name} value=${form[name]} onChange=${(event) => change(name, event.target.value)}>
+    ${(id) => html`<select id=${id} data-field=${name} value=${form[name]} onChange=${(event) => change(name, event.target.value)}>
       ${Object.entries(choices).map(([value, text]) => html`<option value=${value}>${text}</option>`)}
     </select>`}
   <//>`;
@@ -171,7 +171,7 @@ function Pair({ n, pair, many, ablation, told, change, remove }) {
     const at = `pairs[${n}].${name}`;
     const Kind = name === "clean" || name === "corrupt" ? "textarea" : "input";
     return html`<${Field} label=${LABELS[name]} hint=${HINTS[name]} error=${told[at]}>
-      ${(id, aria) => html`<${Kind} id=${id} ...${aria} data-field=${at} rows="2" type="text" maxlength="1048576" spellcheck=${false} autocomplete="off" disabled=${name === "corrupt" && Boolean(ablation)} value=${pair[name]} onInput=${(event) => change(n, name, event.target.value)} />`}
+      ${(id) => html`<${Kind} id=${id} data-field=${at} rows="2" type="text" maxlength="1048576" spellcheck=${false} autocomplete="off" disabled=${name === "corrupt" && Boolean(ablation)} value=${pair[name]} onInput=${(event) => change(n, name, event.target.value)} />`}
     <//>`;
   };
   return html`<fieldset class="pair">
@@ -179,7 +179,7 @@ function Pair({ n, pair, many, ablation, told, change, remove }) {
     <div class="fields wide">${control("clean")}${control("corrupt")}</div>
     <div class="fields">${control("answer")}${control("foil")}</div>
     ${(pair.more || told[`pairs[${n}].more`]) && html`<${Field} label="Other fields of this pair, as JSON" hint="spans, positions, alignment, or prompts as token ids" error=${told[`pairs[${n}].more`]}>
-      ${(id, aria) => html`<input type="text" id=${id} ...${aria} data-field=${`pairs[${n}].more`} value=${pair.more} onInput=${(event) => change(n, "more", event.target.value)} />`}
+      ${(id) => html`<input type="text" id=${id} data-field=${`pairs[${n}].more`} value=${pair.more} onInput=${(event) => change(n, "more", event.target.value)} />`}
     <//>`}
     ${!pair.more && html`<${Button} kind="small" onClick=${() => change(n, "more", "{}")}>Spans and other fields<//> `}
     ${many && html`<${Button} kind="small" onClick=${remove}>Remove pair ${n + 1}<//>`}
