@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .client import CaptureReader as CaptureReader
     from .client import CaptureSpec as CaptureSpec
     from .client import Client as Client
+    from .client import Mapped as Mapped
     from .client import MidstreamError as MidstreamError
     from .client import PatchSource as PatchSource
     from .client import PatchSpec as PatchSpec
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
     from .client import samples as samples
 
 __all__ = [
-    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "MidstreamError", "PatchSource", "PatchSpec",
-    "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "__version__", "harvest", "lens",
-    "matrix", "probes", "returned_rows", "samples",
+    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "Mapped", "MidstreamError", "PatchSource",
+    "PatchSpec", "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "__version__", "harvest",
+    "lens", "matrix", "probes", "returned_rows", "samples",
 ]  # fmt: skip
 
 

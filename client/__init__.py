@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .captures.row_matrix import samples as samples
     from .sdk.client import AsyncClient as AsyncClient
     from .sdk.client import Client as Client
+    from .sdk.mapping import Mapped as Mapped
     from .sdk.wire import Answer as Answer
     from .sdk.wire import ServerUnreachable as ServerUnreachable
     from .sdk.wire import VersionMismatch as VersionMismatch
@@ -35,6 +36,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "Client",
     ),
     ".captures.reader": ("CaptureReader",),
+    ".sdk.mapping": ("Mapped",),
     ".sdk.wire": (
         "Answer",
         "VersionMismatch",
@@ -61,8 +63,9 @@ _MODULES: dict[str, tuple[str, ...]] = {
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [
-    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "MidstreamError", "PatchSource", "PatchSpec",
-    "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "matrix", "returned_rows", "samples",
+    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "Mapped", "MidstreamError", "PatchSource",
+    "PatchSpec", "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "matrix",
+    "returned_rows", "samples",
 ]  # fmt: skip
 
 

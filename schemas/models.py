@@ -46,6 +46,7 @@ class ModelInfo(Published):
     image_placeholder: list[int] = []  # token ids of an image in a prompt as its chat template writes it
     tool_parser: str = ""  # vLLM's parser of tool calls; empty: chats take no tools
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint
+    digest: str = ""  # of the checkpoint's files, see `workers.engine.checkpoint.digest_of`; empty: not known
     quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
     lora: LoraSupport | None = None  # None: no adapters are served
     certificate: Certificate | None = None  # of the engine's start; None: it was not certified

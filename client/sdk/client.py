@@ -8,28 +8,18 @@ from .features import FeatureCalls
 from .harvests import HarvestCalls
 from .keys import KeyCalls
 from .lens import LensCalls
-from .loras import LoraCalls
-from .probes import ProbeCalls
-from .saes import SaeCalls
+from .mapping import MapCalls
 from .service import ServiceCalls
-from .source_runs import RunCalls
-from .steering import SteeringCalls
 from .sweeps import SweepCalls
 from .transport import AwaitingTransport, BlockingTransport, Transport
-from .tuned_lenses import TunedLensCalls
 from .webhooks import WebhookCalls
 
 
 class AllCalls(
+    MapCalls,
     AttentionCalls,
-    SteeringCalls,
-    LoraCalls,
-    SaeCalls,
     LensCalls,
-    TunedLensCalls,
-    ProbeCalls,
     FeatureCalls,
-    RunCalls,
     SweepCalls,
     HarvestCalls,
     KeyCalls,

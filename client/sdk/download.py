@@ -19,7 +19,7 @@ from ..captures.reader import CaptureReader
 from .wire import Manifest, ManifestFile
 
 #: `<tag>.p<request>.pp<stage>.safetensors`, before the suffix `.<hook>.<layer>` where each tensor has a file of its own.
-FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.p\d+\.pp\d+(\.[a-z_]+\.\d+)?\.safetensors")
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.p(?P<request>\d+)\.pp\d+(\.[a-z_]+\.\d+)?\.safetensors")
 
 #: Seconds without a byte after which a link counts as not working.
 LINK_S = 20.0
@@ -81,6 +81,12 @@ def from_link(folder: Path, job_id: str, file: ManifestFile) -> Path | None:
             return save(folder, job_id, file, response.iter_bytes()) if response.status_code == 200 else None
     except (httpx.HTTPError, httpx.InvalidURL, MidstreamError):
         return None
+
+
+def downloaded(folder: Path, request: int) -> list[Path]:
+    """The capture files of one request in a folder of downloads."""
+    named = ((path, FILE_NAME.fullmatch(path.name)) for path in sorted(folder.iterdir()))
+    return [path for path, match in named if match and int(match["request"]) == request]
 
 
 class Saved:

@@ -18,12 +18,12 @@ from .progress import prompts_bar
 from .wire import Answer, Call, Capture, JobLike, Patch, Steering
 
 
-def _submission(request: JobRequest | None, key: str | None, fields: dict[str, Any]) -> Call:
+def submission(request: JobRequest | None, key: str | None, fields: dict[str, Any]) -> Call:
     headers = {"idempotency-key": key or wire.idempotency_key(), "prefer": "respond-async"}
     return Call("POST", "/v1/jobs", body=wire.job_request(request, fields), headers=headers)
 
 
-def _poll(job_id: JobLike, version: str, seconds: float) -> Call:
+def poll(job_id: JobLike, version: str, seconds: float) -> Call:
     headers = {"if-none-match": version} if version else {}
     return Call("GET", wire.job_path(job_id), params={"wait": round(seconds, 3)}, headers=headers, timeout=seconds + 30)
 
@@ -42,11 +42,11 @@ class JobCalls(Calls):
         Safe to retry: a unique key makes a repeated submission return the same job. `model` may be omitted while one is served.
         """
         try:
-            call = _submission(request, idempotency_key, fields)
+            call = submission(request, idempotency_key, fields)
         except MidstreamError as error:
             if request is not None or "model" in fields or error.field != "model":
                 raise
-            call = _submission(None, idempotency_key, {"model": wire.only_model(await self.models()), **fields})
+            call = submission(None, idempotency_key, {"model": wire.only_model(await self.models()), **fields})
         return await self._ask_patiently(call, JobView)
 
     @call
@@ -71,7 +71,7 @@ class JobCalls(Calls):
             if left <= 0:
                 raise TimeoutError(f"job {job_id} is still {state} after {timeout} s")
             try:
-                response = await self._send(_poll(job_id, etag, left))
+                response = await self._send(poll(job_id, etag, left))
                 if response.status_code != 304:
                     view = wire.decode(response, JobView)
                     if wire.is_over(view):

@@ -34,6 +34,13 @@ def prompts_bar(total: int) -> Iterator[Callable[[Event], None] | None]:
 
 
 @contextmanager
+def mapped_bar(total: int | None) -> Iterator[Callable[[], None] | None]:
+    """A bar to call with each prompt of a dataset. `total`: None where it is not known. None as for `bar`."""
+    with _drawn(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
+        yield None if drawn is None else lambda: drawn.update(1)
+
+
+@contextmanager
 def harvest_bar() -> Iterator[Callable[[HarvestView], None] | None]:
     """A bar to call with looks at a harvest: the share of the source, tokens/s and time left. None as for `bar`."""
     with _drawn(total=1.0, bar_format="{desc} {percentage:5.1f}%|{bar}| {postfix}") as drawn:

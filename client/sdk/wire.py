@@ -243,7 +243,10 @@ def raise_problem(response: httpx.Response) -> None:
     if server != __version__ and (kind not in STATUS_OF_KIND or kind == "invalid_request"):
         # The other version may have other fields: say so, or the message sends the user looking for a mistake of their own.
         raise VersionMismatch(server or "of unknown version", f"{problem.field + ': ' if problem.field else ''}{problem.detail}")
-    raise told(problem)
+    refused = told(problem)
+    if (seconds := response.headers.get("retry-after", "")).isdecimal():
+        refused.retry_after = float(seconds)
+    raise refused
 
 
 def told(problem: Problem) -> MidstreamError:

@@ -39,6 +39,7 @@ OPENS: dict[str, str] = {
     "client/images.py": "the user's images",
     "client/sdk/discovery.py": "/proc, and the state of a stack",
     "client/sdk/download.py": "the user's copies of capture files",
+    "client/sdk/map_cache.py": "the user's cache of `map`",
     "client/sdk/steering.py": "the user's vectors",
     "client/sdk/wire.py": "the user's key file",
     "client/stack/doctor.py": "a file without a name, to time the disk",

@@ -48,7 +48,7 @@ from ..runner.stages import stage_layers
 from . import nodes
 from .admission import CaptureBudget, StepRows
 from .certificate import Access, certify, keep
-from .checkpoint import check_folder, check_layers
+from .checkpoint import check_folder, check_layers, digest_of
 from .drafts import check_drafter, check_drafts
 from .ends import Ends
 from .format_check import FormatChecker
@@ -214,6 +214,7 @@ class VllmEngine(RankControl):
             multimodal=config.is_multimodal_model,
             caveats=plane.caveats,
             quantization=quantisation.name,
+            digest=await asyncio.to_thread(digest_of, config.model, getattr(config.hf_config, "_commit_hash", None)),
             lora=await self._lora_support(),
             images=images.number,
             images_refused=images.refused,

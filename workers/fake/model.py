@@ -65,6 +65,7 @@ def make_info(
         vocab_size=tokenizer.get_vocab_size(),
         max_model_len=settings.max_model_len or MAX_MODEL_LEN,
         dtype="float32",
+        digest=encode_bundle(bundle)[0],
         hooks=list(HOOKS),
         tokenizer=encode_bundle(bundle)[0],
         tp=settings.tensor_parallel_size,
