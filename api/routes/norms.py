@@ -71,9 +71,11 @@ async def get_norms(
     if results.status == "pending":
         raise MidstreamError("conflict", f"the capture of job {job_id} is not durable yet", allowed=f"GET /v1/jobs/{job_id}?wait=30")
     name, entries = _entries_of(job_id, results.files, prompt, tag)
-    hooks = list(dict.fromkeys(there for entry in entries for there in entry.sites))
+    hooks = list(dict.fromkeys(there for entry in entries for there, some in entry.sites.items() if some))
+    if not hooks:
+        raise MidstreamError("not_found", f"prompt {prompt} of job {job_id} has no rows under the tag {name!r}", field="request")
     site = _hook(hook, hooks)
-    entries = [entry for entry in entries if site in entry.sites]
+    entries = [entry for entry in entries if entry.sites.get(site)]
     chosen = _layers(layers, sorted({layer for entry in entries for layer in entry.sites[site]}))
     entries = [entry for entry in entries if set(entry.sites[site]) & set(chosen)]
     _check_bounds(entries, len(chosen), min(count, max(entry.positions for entry in entries)))

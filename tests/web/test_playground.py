@@ -130,6 +130,20 @@ def test_a_chat_has_the_systems_message_and_the_users(site: Site, visit: Visit) 
         assert shown == found["choices"][0]["message"]["content"]
 
 
+def test_numbers_are_typed_a_key_at_a_time(site: Site, visit: Visit) -> None:
+    page = opened(site, visit)
+    for label, typed in (("Tokens", "64"), ("Temperature", "0.75"), ("Seed", "9007199254740991")):
+        page.get_by_label(label, exact=True).fill("")
+        if label != "Seed":
+            expect(page.get_by_role("button", name="Run")).to_be_disabled()
+        page.get_by_label(label, exact=True).press_sequentially(typed)
+        expect(page.get_by_label(label, exact=True)).to_have_value(typed)
+    bodies = sent(visit)
+    page.get_by_role("button", name="Run").click()
+    until(lambda: len(bodies) == 2 or (page.wait_for_timeout(50), None)[1], "both requests")
+    assert [(body["max_tokens"], body["temperature"], body["seed"]) for body in bodies] == [(64, 0.75, 9007199254740991)] * 2
+
+
 def test_more_modules_than_fit_are_searched(site: Site, visit: Visit) -> None:
     user = site.user("archive")
     for number in range(20):

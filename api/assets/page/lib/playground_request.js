@@ -13,9 +13,10 @@ const messagesOf = ({ system, prompt }) => [...(system ? [{ role: "system", cont
 /** The tokens' text: what `/v1/tokenize` takes. */
 export const asked = (form) => (form.mode === "chat" ? { messages: messagesOf(form) } : { prompt: form.prompt });
 
+/** The fields hold text, as it was typed. */
 function sampling(form) {
-  const found = { max_tokens: form.max_tokens, temperature: form.temperature };
-  return form.seed === null ? found : { ...found, seed: form.seed };
+  const found = { max_tokens: Number(form.max_tokens), temperature: Number(form.temperature) };
+  return form.seed === "" ? found : { ...found, seed: Number(form.seed) };
 }
 
 /** What colours the tokens, as fields of a request. `form.colour`: null, {probe, label}, or {module, hook, layer}. */

@@ -3,6 +3,8 @@
 import { del, get, post, sse } from "./api.js";
 import { PATHS, asked, bodyOf, fieldOf } from "./playground_request.js";
 
+const PAUSE = 50;
+
 class Side {
   constructor(name, title) {
     Object.assign(this, { name, title, state: "idle", note: "", error: null, job: null });
@@ -24,7 +26,7 @@ class Side {
 export const sides = () => [new Side("baseline", "Baseline"), new Side("steered", "Steered")];
 
 export class Stream {
-  /** `changed` is called whenever something is new, at most once per frame. */
+  /** `changed` is called when something is new, after at most `PAUSE` milliseconds: long texts are drawn anew each time. */
   constructor(form, changed) {
     this.form = form;
     this.sides = sides();
@@ -35,10 +37,10 @@ export class Stream {
     this.changed = () => {
       if (waiting) return;
       waiting = true;
-      requestAnimationFrame(() => {
+      setTimeout(() => {
         waiting = false;
         if (!this.leaving.signal.aborted) changed();
-      });
+      }, PAUSE);
     };
   }
 

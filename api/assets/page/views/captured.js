@@ -40,6 +40,8 @@ function Grid({ found, shares, words, at, move }) {
   const canvas = useRef(null);
   const frame = useRef(null);
   const map = useRef(null);
+  const now = useRef(at);
+  now.current = at;
   const [box, setBox] = useState(null);
   useEffect(() => {
     const source = {
@@ -55,7 +57,7 @@ function Grid({ found, shares, words, at, move }) {
     map.current = new Heatmap(canvas.current, source, width());
     const watch = new ResizeObserver(() => {
       map.current.show(source, width());
-      setBox(map.current.box(at.row, at.layer));
+      setBox(map.current.box(now.current.row, now.current.layer));
     });
     watch.observe(frame.current);
     const colours = matchMedia("(prefers-color-scheme: dark)");

@@ -8,8 +8,9 @@ import { Chips, Legend } from "../lib/chips.js";
 
 const FOUND = 8; // modules that are offered at a time
 const MOST = 16; // sliders
+const GIVEN = 256; // of the prompt's tokens, the last ones
 const REACH = 4; // of a slider, either way; the number beside it may be larger
-const BEGIN = { model: "", mode: "plain", system: "", prompt: "My favourite thing to do at the weekend is", max_tokens: 32, temperature: 0, seed: null, modules: [], colour: null };
+const BEGIN = { model: "", mode: "plain", system: "", prompt: "My favourite thing to do at the weekend is", max_tokens: "32", temperature: "0", seed: "", modules: [], colour: null };
 
 /** The modules that may be added: those that match, some at a time. */
 function Adding({ modules, used, add }) {
@@ -44,7 +45,7 @@ function choices(probes, modules, used) {
   for (const { name, content } of probes) content.labels.forEach((label, column) => found.push({ group: "probes", text: `${name}: ${label}`, colour: { probe: name, label, column } }));
   for (const { name, entries } of modules) {
     if (!used.has(name)) continue;
-    for (const entry of entries) for (const layer of entry.layers) found.push({ group: "projection on a module", text: `${name}, layer ${layer} (${entry.hook})`, colour: { module: name, hook: entry.hook, layer } });
+    for (const entry of entries.filter(({ tensors }) => tensors.length === 1)) for (const layer of entry.layers) found.push({ group: "projection on a module", text: `${name}, layer ${layer} (${entry.hook})`, colour: { module: name, hook: entry.hook, layer } });
   }
   return found.map((choice) => ({ ...choice, id: JSON.stringify(choice.colour) }));
 }
@@ -64,7 +65,7 @@ function Pane({ title, side, limit, values, colour }) {
     <${Problem} error=${side.error} />
     ${
       colour && (side.words || side.first !== null)
-        ? html`${side.words && html`<${Chips} label=${`${title}: prompt`} items=${side.given.map(item)} values=${values} />`}
+        ? html`${side.words && html`${side.given.length > GIVEN && html`<p class="soft">the last ${GIVEN} of ${side.given.length} tokens of the prompt</p>`}<${Chips} label=${`${title}: prompt`} items=${side.given.map(item).slice(-GIVEN)} values=${values} />`}
             <${Chips} label=${`${title}: output`} items=${words.map((word, n) => item(word, offset + n))} values=${values} />`
         : html`<p class="text" data-side=${side.name}>${text}</p>`
     }
@@ -123,7 +124,6 @@ export default function View({ session }) {
   }, [form.model]);
 
   const set = (name) => (event) => setForm({ ...form, [name]: event.target.value });
-  const count = (name, empty) => (event) => setForm({ ...form, [name]: Number.isFinite(event.target.valueAsNumber) ? event.target.valueAsNumber : empty });
   const used = new Set(form.modules.map(({ name }) => name));
   const running = stream.current !== null && stream.current.open;
   const coloured = choices(probes, modules, used);
@@ -150,9 +150,9 @@ export default function View({ session }) {
       <div class="inline">
         ${models && html`<${Field} label="Model" error=${wrong("model")}>${(id) => html`<select id=${id} value=${form.model} onChange=${set("model")}>${models.map((each) => html`<option value=${each.id}>${each.id}</option>`)}</select>`}<//>`}
         <${Field} label="Kind">${(id) => html`<select id=${id} value=${form.mode} onChange=${set("mode")}><option value="plain">plain text</option><option value="chat">chat</option></select>`}<//>
-        <${Field} label="Tokens" error=${wrong("max_tokens")}>${(id) => html`<input id=${id} type="number" min="1" value=${form.max_tokens} onInput=${count("max_tokens", 1)} />`}<//>
-        <${Field} label="Temperature" error=${wrong("temperature")}>${(id) => html`<input id=${id} type="number" min="0" max="2" step="0.1" value=${form.temperature} onInput=${count("temperature", 0)} />`}<//>
-        <${Field} label="Seed" error=${wrong("seed")}>${(id) => html`<input id=${id} type="number" step="1" placeholder="none" value=${form.seed === null ? "" : form.seed} onInput=${count("seed", null)} />`}<//>
+        <${Field} label="Tokens" error=${wrong("max_tokens")}>${(id) => html`<input id=${id} type="number" min="1" value=${form.max_tokens} onInput=${set("max_tokens")} />`}<//>
+        <${Field} label="Temperature" error=${wrong("temperature")}>${(id) => html`<input id=${id} type="number" min="0" max="2" step="0.1" value=${form.temperature} onInput=${set("temperature")} />`}<//>
+        <${Field} label="Seed" error=${wrong("seed")}>${(id) => html`<input id=${id} type="number" step="1" placeholder="none" value=${form.seed} onInput=${set("seed")} />`}<//>
       </div>
       ${form.mode === "chat" && html`<${Field} label="System message">${(id) => html`<input id=${id} value=${form.system} onInput=${set("system")} />`}<//>`}
       <${Field} label=${form.mode === "chat" ? "User message" : "Prompt"} error=${wrong("prompt")}>${(id) => html`<textarea id=${id} rows="3" value=${form.prompt} onInput=${set("prompt")}></textarea>`}<//>
@@ -169,7 +169,7 @@ export default function View({ session }) {
       </div>
       <${Problem} error=${at ? null : error} />
       <div class="inline">
-        <${Button} kind="main" disabled=${!form.model || !form.prompt || running} onClick=${run} onError=${setError}>Run<//>
+        <${Button} kind="main" disabled=${!form.model || !form.prompt || !form.max_tokens || !form.temperature || running} onClick=${run} onError=${setError}>Run<//>
         ${running && html`<${Button} onClick=${() => stream.current.stop()} onError=${setError}>Stop<//>`}
         ${!steeringOf(form).length && html`<span class="soft">No module is set: both sides are the baseline.</span>`}
       </div>

@@ -1,0 +1,98 @@
+"""Pictures of the page for docs/page.md, on the demo model: `make screenshots`.
+
+Arguments: only these views. MIDSTREAM_ENGINE=fake: without a model.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "tests" / part) for part in ("system", "web")]
+
+from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
+from up_kit import Up  # noqa: E402
+from web_kit import LONG_S, WIDE, launched  # noqa: E402
+
+from midstream import Client  # noqa: E402
+from midstream.client.probes import fit  # noqa: E402
+
+IMAGES = ROOT / "docs" / "images"
+SEA = ["The ocean waves crash on the sandy beach", "A ship sails across the deep blue sea"]
+LAND = ["The office printer is out of paper again", "A train crosses the dry inland plain"]
+
+
+def middle(client: Client) -> int:
+    """A layer in the middle of the model."""
+    return int(client.model(client.models()[0])["num_layers"]) // 2
+
+
+def prepare(client: Client) -> None:
+    """The module `sea` of the README, and a probe of the same texts."""
+    layer = middle(client)
+    job = client.run(prompts=SEA + LAND, model=client.models()[0], max_tokens=1, capture={"layers": layer, "positions": "all_prompt"})
+    rows = client.capture(job.id)
+    means = [rows.array(layer, request=number)[1:].mean(0) for number in range(4)]
+    client.register_module("sea", [{"layers": layer, "vector": (means[0] + means[1] - means[2] - means[3]) / 2}])
+    texts = [row for number in range(4) for row in rows.array(layer, request=number)[1:]]
+    labels = [int(number < 2) for number in range(4) for _ in rows.array(layer, request=number)[1:]]
+    client.register_probe("water", fit(texts, labels), layer=layer, labels=["water"])
+
+
+def capture(page: Page) -> None:
+    page.get_by_role("button", name="Capture", exact=True).click()
+    expect(page.locator(".chip").first).to_be_visible()
+    slider = page.get_by_role("slider")
+    slider.fill(str(int(slider.get_attribute("max") or 0) // 2))
+
+
+def playground(page: Page) -> None:
+    page.get_by_role("button", name="Add sea").click()
+    page.get_by_label("Colour tokens by").select_option("water: water")
+    page.get_by_role("button", name="Run").click()
+    for title in ("Baseline", "Steered"):
+        expect(page.get_by_role("region", name=title)).to_contain_text("finished")
+        expect(page.get_by_role("region", name=title).get_by_role("group", name="prompt")).to_be_visible()
+
+
+def sweep(page: Page) -> None:
+    page.get_by_role("button", name="Try an example").click()
+    page.get_by_role("button", name="Run the sweep").click()
+    expect(page.locator(".cells canvas").first).to_be_visible()
+    expect(page.get_by_text("succeeded").first).to_be_visible()
+
+
+#: View → what is done in it before its picture is taken; those that follow see the jobs of those before.
+VIEWS: dict[str, Callable[[Page], None]] = {
+    "capture": capture,
+    "playground": playground,
+    "sweep": sweep,
+    "jobs": lambda page: None,
+    "ops": lambda page: None,
+}
+
+
+def main(names: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        up = Up(Path(folder) / "data", engine=os.environ.get("MIDSTREAM_ENGINE", "vllm"), model_name=None)
+        try:
+            url = up.ready(600.0)
+            with Client(url) as client:
+                prepare(client)
+            expect.set_options(timeout=5 * LONG_S * 1000)
+            page = launched(playwright).new_page(viewport={"width": WIDE[0], "height": WIDE[1]}, color_scheme="light")
+            for name in names or VIEWS:
+                page.goto(f"{url}/#/{name}")
+                expect(page.get_by_role("heading", level=1)).to_be_visible()
+                VIEWS[name](page)
+                time.sleep(1)  # the feed's next event
+                page.screenshot(path=IMAGES / f"page-{name}.png", full_page=name in ("capture", "playground", "sweep"))
+        finally:
+            up.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
