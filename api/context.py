@@ -191,7 +191,9 @@ class AppContext:
         )
         model_state = replace(model_state, features=await self.features(info, parsed.steering))
         admitted = await admission.admit(parsed, info, await self.codec(info), new_job_id(), model_state, caller, lora, probes)
-        return await self.accept(admitted.job, info, admitted.blobs, idempotency, admitted.pinned)
+        call = request_context.CURRENT.get()
+        body = call.body if call is not None else b""
+        return await self.accept(admitted.job, info, admitted.blobs, idempotency, admitted.pinned, body)
 
     async def accept(
         self,

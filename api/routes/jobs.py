@@ -9,7 +9,8 @@ from litestar.params import HeaderParameter, JSONBody, PathParameter, QueryParam
 from litestar.response import Stream
 
 from ...broker.ledger.jobs import Outcome
-from ...schemas.errors import MidstreamError, Problem
+from ...schemas.errors import MidstreamError, Problem, shortened
+from ...schemas.job_requests import SHOWN_PROMPT, SHOWN_PROMPTS, JobRequestView, ShownPrompt
 from ...schemas.jobs import JobPage, JobRequest, JobResult, JobView, State
 from ...schemas.limits import MAX_HEADER, MAX_IDEMPOTENCY_KEY, MAX_NAME, MAX_PAGE, MAX_TAG, MAX_WAIT_S
 from ..context import AppContext, context_of, unless_client_leaves
@@ -171,6 +172,32 @@ async def job_result(job_id: JobId, request: JsonRequest) -> Response[JobResult]
     return await finished(request, context, Outcome(view))
 
 
+#: Kind of a job → where it is submitted.
+PATHS = {"generate": "/v1/jobs", "completion": "/v1/completions", "chat": "/v1/chat/completions", "sweep": "/v1/sweeps"}
+
+
+@get(
+    "/v1/jobs/{job_id:str}/request",
+    summary="Get the request that a job came from",
+    description="The body as it was sent, up to 16 KiB, and the beginning of the prompts.",
+    responses=ERRORS,
+)
+async def job_request(job_id: JobId, request: JsonRequest) -> JobRequestView:
+    ledger = context_of(request).ledger
+    view = seen(caller_of(request), await ledger.view(job_id))
+    job, body = await ledger.request(job_id)
+    return JobRequestView(
+        id=job_id,
+        path=PATHS.get(view.kind),
+        body=body,
+        prompts=[
+            ShownPrompt(text=None if prompt.text is None else shortened(prompt.text, SHOWN_PROMPT), tokens=len(prompt.token_ids))
+            for prompt in job.prompts[:SHOWN_PROMPTS]
+        ],
+        prompts_total=len(job.prompts),
+    )
+
+
 @post(
     "/v1/jobs/{job_id:str}/cancel",
     status_code=202,
@@ -184,4 +211,4 @@ async def cancel_job(job_id: JobId, request: JsonRequest) -> Response[JobView]:
     return Response(view, status_code=202, headers={"Location": job_url(context, job_id), "ETag": etag(view.version)})
 
 
-ROUTES = [submit_job, list_jobs, get_job, job_events, job_result, cancel_job]
+ROUTES = [submit_job, list_jobs, get_job, job_events, job_result, job_request, cancel_job]

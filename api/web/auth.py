@@ -55,6 +55,7 @@ SCOPE_OF: dict[str, Scope | None] = {
     "GET /v1/feed": "read",
     "GET /v1/jobs/{job_id}": "read",
     "GET /v1/jobs/{job_id}/events": "read",
+    "GET /v1/jobs/{job_id}/request": "read",
     "GET /v1/jobs/{job_id}/result": "read",
     "POST /v1/jobs/{job_id}/cancel": "submit",
     "POST /v1/completions": "submit",

@@ -18,12 +18,14 @@ from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 
 from ...schemas.base import from_json
 from ...schemas.errors import MidstreamError, invalid
+from ...schemas.job_requests import MAX_KEPT_BODY
 from ...schemas.json_bounds import JsonCounter, TooManyValues
 from ...schemas.keys import scoped
 from ...schemas.limits import MAX_IDEMPOTENCY_KEY
 from ...schemas.settings import Settings
 from . import problems
 from .auth import caller_of
+from .request_context import CURRENT
 
 #: A client that sends too much sees the error only after it stops sending; we read up to this many times the limit.
 DRAIN_FACTOR = 4
@@ -113,6 +115,9 @@ class JsonRequest(Request[Any, Any, Any]):
             asked = hashlib.sha256(self.url.path.encode() + b"\0")
             asked.update(body)
             self._asked = asked.hexdigest()
+        call = CURRENT.get()
+        if call is not None and len(body) <= MAX_KEPT_BODY:
+            call.body = body
         self._body = self._connection_state.body = b""  # it may be large, and what is made of it is larger
         try:
             return from_json(body, wanted.annotation if wanted else Any)

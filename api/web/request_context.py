@@ -16,6 +16,7 @@ class Call:
     span: Span
     began: float  # as `time.perf_counter` has it
     method: str
+    body: bytes = b""  # as it came, if it is small
     job: str = ""  # the id under which a job is being accepted
     url: str = ""  # where the job is found
     accepted: bool = False  # whether the ledger has confirmed it

@@ -188,7 +188,7 @@ class Ledger:
         """Accept `job` and its vectors (content hash -> tensor) in one commit; returns its id and whether it is new.
 
         `pinned`: content hashes of tensors of named modules, which are copied for the job. `operators`: tags of captures
-        that its user did not request. `request`: its body as JSON, kept for readers (of a sweep). `idempotency`: (the client's key,
+        that its user did not request. `request`: its body as JSON, kept for readers. `idempotency`: (the client's key,
         SHA-256 of the body). The job's message is sent when its
         turn comes, usually immediately.
         Same key and same body: the first job's id and False. Raises MidstreamError("idempotency_mismatch") for another body,
@@ -357,6 +357,14 @@ class Ledger:
         if raw is None:
             raise not_found(job_id)
         return await self._decode_job(job_id, raw)
+
+    @reachable
+    async def request(self, job_id: str) -> tuple[Job, dict[str, Any] | None]:
+        """The job as accepted, and the body of its request, where that is kept. Raises not_found."""
+        raw, body = await self.redis.hmget(f"ms:job:{job_id}", "spec", "request")
+        if raw is None:
+            raise not_found(job_id)
+        return await self._decode_job(job_id, raw), None if body is None else from_json(body, dict[str, Any])
 
     @reachable
     async def view(self, job_id: str) -> JobView:

@@ -38,6 +38,7 @@ PATHS = {
     "/v1/feed": {"get"},
     "/v1/jobs": {"get", "post"},
     "/v1/jobs/{job_id}": {"get"},
+    "/v1/jobs/{job_id}/request": {"get"},
     "/v1/jobs/{job_id}/cancel": {"post"},
     "/v1/jobs/{job_id}/events": {"get"},
     "/v1/jobs/{job_id}/result": {"get"},

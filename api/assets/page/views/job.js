@@ -1,12 +1,90 @@
-// One job: not whole yet.
+// One job: prompt, output, receipts by rank, files, and its request as code.
 
-import { html, useEffect, useRef, Button } from "../lib/ui.js";
+import { html, useEffect, useRef, useState, Button, Copy, Problem } from "../lib/ui.js";
+import { ApiError, get } from "../lib/api.js";
+import { bytes, number, time } from "../lib/format.js";
+import { codeOf } from "../lib/job_code.js";
 
-export function JobDetails({ id, onClose }) {
+const MOST = 200; // rows of a list that are shown
+
+function List({ items, total, more, children }) {
+  const shown = items.slice(0, MOST);
+  const left = (total ?? items.length) - shown.length;
+  return html`${shown.map(children)}${left > 0 && html`<p class="soft">… and ${number(left)} more ${more}</p>`}`;
+}
+
+function Receipts({ determinism }) {
+  if (!determinism) return html`<p class="soft">Nothing of this job was captured, steered or probed: ranks report nothing.</p>`;
+  const rows = determinism.stages.flatMap((stage) => stage.ranks.map((rank) => ({ ...rank, pp: stage.pp })));
+  return html`<p class=${determinism.consistent ? "" : "bad"}>${determinism.consistent ? "All ranks agree" : "Ranks disagree"}${determinism.worker ? `; worker ${determinism.worker}` : ""}.</p>
+    <table><thead><tr><th scope="col">Rank</th><th scope="col">Prompt</th><th scope="col">Status</th><th scope="col">Applied</th><th scope="col">Checksum</th></tr></thead>
+    <tbody>${rows.slice(0, MOST).map((rank) => html`<tr><td>${rank.rank} (stage ${rank.pp})</td><td>${rank.request}</td><td>${rank.status}${rank.message ? `: ${rank.message}` : ""}</td><td>${rank.applied} of ${rank.actions}</td><td class="mono">${rank.checksum}</td></tr>`)}</tbody></table>
+    ${rows.length > MOST && html`<p class="soft">… and ${number(rows.length - MOST)} more receipts</p>`}`;
+}
+
+function Files({ id, captured }) {
+  if (!captured || captured.status === "not_requested") return html`<p class="soft">No capture was asked for.</p>`;
+  return html`<p>${captured.status}: ${number(captured.rows)} rows, ${bytes(captured.bytes)}. <a href=${`#/capture/${id}`}>Look at the rows</a>${captured.detail && html`<br /><small>${captured.detail}</small>`}</p>
+    <${List} items=${captured.files} more="files">${(file) => html`<div class="mono">${file.path} <span class="soft">${bytes(file.bytes)}, rank ${file.rank}</span></div>`}<//>`;
+}
+
+const steps = (job) => ["created", "queued", "started", "generated", "cancelling", "finished"].filter((name) => job[name]).map((name) => [name, time(job[name])]);
+
+export function JobDetails({ id, job, session, onClose }) {
+  const [known, setKnown] = useState(job);
+  const [asked, setAsked] = useState(null);
+  const [result, setResult] = useState(null);
+  const [error, setError] = useState(null);
   const head = useRef(null);
+  const at = job || known;
   useEffect(() => head.current.focus(), []);
+
+  useEffect(() => {
+    const stop = new AbortController();
+    const failed = (failure) => stop.signal.aborted || setError(failure);
+    get(`/v1/jobs/${encodeURIComponent(id)}/request`, stop).then(setAsked, failed);
+    if (!job) get(`/v1/jobs/${encodeURIComponent(id)}`, stop).then(setKnown, failed); // older than what the feed began with
+    return () => stop.abort();
+  }, [id]);
+
+  const over = at && at.state === "succeeded";
+  useEffect(() => {
+    if (!over) return undefined;
+    const stop = new AbortController();
+    get(`/v1/jobs/${encodeURIComponent(id)}/result`, stop).then(setResult, (failure) => stop.signal.aborted || (failure instanceof ApiError && setError(failure)));
+    return () => stop.abort();
+  }, [id, over]);
+
+  const code = asked && asked.body && asked.path ? codeOf(asked.path, asked.body, { keys: session.auth === "keys" }) : null;
   return html`<section class="details" aria-labelledby="job-title" onKeyDown=${(event) => event.key === "Escape" && onClose()}>
-    <h2 id="job-title" tabindex="-1" ref=${head}>${id}</h2>
-    <${Button} onClick=${onClose}>Close<//>
+    <div class="details-head"><h2 id="job-title" tabindex="-1" ref=${head}>${id}</h2><${Button} kind="small" onClick=${onClose}>Close<//></div>
+    <${Problem} error=${error} />
+    ${at && html`<p><span class=${`state ${at.state}`}>${at.state}</span> · ${at.kind} · ${at.model}${at.attempt > 1 ? ` · attempt ${at.attempt}` : ""}${at.worker ? ` · worker ${at.worker}` : ""}</p>`}
+    ${at && at.error && html`<${Problem} error=${new ApiError(at.error.status, at.error)} />`}
+    ${at && at.kind === "sweep" && html`<p><a href=${`#/sweep/${id}`}>Open the heatmap</a></p>`}
+    <h3>Prompt</h3>
+    ${
+      asked
+        ? asked.prompts.length
+          ? html`<${List} items=${asked.prompts} total=${asked.prompts_total} more="prompts">${(prompt) => html`<pre data-part="prompt">${prompt.text === null ? "(token ids)" : prompt.text}</pre><small>${number(prompt.tokens)} tokens</small>`}<//>`
+          : html`<p class="soft">${at && at.kind === "sweep" ? "The prompts are in the request below." : "None."}</p>`
+        : html`<p class="soft">Loading …</p>`
+    }
+    <h3>Output</h3>
+    ${
+      result
+        ? result.outputs.length
+          ? html`<${List} items=${result.outputs} more="outputs">${(output) => html`<pre data-part="output">${output.text}</pre><small>${number(output.token_ids.length)} tokens, ${output.finish_reason}</small>`}<//>`
+          : html`<p class="soft">None of its own.</p>`
+        : html`<p class="soft">${over ? "Loading …" : at && at.finished ? `There is none: the job is ${at.state}.` : "Not ready yet."}</p>`
+    }
+    <h3>Receipts by rank</h3>
+    ${result ? html`<${Receipts} determinism=${result.determinism} />` : html`<p class="soft">${at ? `${at.receipts || 0} of ${at.receipts_expected || 0} have arrived.` : ""}</p>`}
+    <h3>Files</h3>
+    ${result ? html`<${Files} id=${id} captured=${result.capture_results} />` : html`<p class="soft">${at ? `Captures: ${at.capture_status || "not_requested"}.` : ""}</p>`}
+    <h3>The same request</h3>
+    ${code ? html`<${Copy} tabs=${code} label="Request" />` : html`<p class="soft">${asked ? (asked.path ? "The request was larger than 16 KiB, or an older server accepted it: it is not kept." : "It is part of a harvest.") : ""}</p>`}
+    <h3>Times</h3>
+    ${at && html`<table><tbody>${steps(at).map(([name, text]) => html`<tr><th scope="row">${name}</th><td>${text}</td></tr>`)}</tbody></table>`}
   </section>`;
 }

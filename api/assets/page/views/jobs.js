@@ -102,6 +102,6 @@ export default function View({ params, session, jobs }) {
     <${Problem} error=${error} />
     <div class=${opened ? "split" : ""}>
       ${items.length ? html`<${Rows} label="Jobs" columns=${columns} items=${items} active=${opened} onOpen=${open} />` : html`<${Empty}>${jobs.loaded ? "No jobs." : "Loading …"}<//>`}
-      ${opened && html`<${JobDetails} key=${opened} id=${opened} job=${jobs.byId.get(opened)} onClose=${close} />`}
+      ${opened && html`<${JobDetails} key=${opened} id=${opened} job=${jobs.byId.get(opened)} session=${session} onClose=${close} />`}
     </div>`;
 }

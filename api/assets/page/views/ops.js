@@ -1,7 +1,105 @@
-// Ops: not there yet.
+// Ops: what every rank of every worker reports, outboxes, queues, the jobs that run the longest.
 
-import { html, Empty } from "../lib/ui.js";
+import { html, useEffect, useState, Button, Empty, Problem, useNow } from "../lib/ui.js";
+import { get } from "../lib/api.js";
+import { age, bytes, duration, number, percent } from "../lib/format.js";
 
-export default function View() {
-  return html`<h1>Ops</h1><${Empty}>This view is not there yet.<//>`;
+const EVERY_S = 5;
+const SLOWEST = 10;
+
+/** What `get(path)` answers, asked again every few seconds while `on`; and how to ask now. */
+function usePolled(path, on) {
+  const [known, set] = useState({ data: null, error: null });
+  const [turn, next] = useState(0);
+  useEffect(() => {
+    if (!on) return undefined;
+    const stop = new AbortController();
+    let timer = null;
+    const ask = async () => {
+      try {
+        set({ data: await get(path, stop), error: null });
+      } catch (error) {
+        if (stop.signal.aborted) return;
+        set((before) => ({ ...before, error }));
+      }
+      timer = setTimeout(ask, EVERY_S * 1000);
+    };
+    ask();
+    return () => (stop.abort(), clearTimeout(timer));
+  }, [path, on, turn]);
+  return [known, () => next((n) => n + 1)];
+}
+
+const Table = ({ label, heads, rows }) => html`<div class="wide" tabindex="0" role="region" aria-label=${label}><table>
+  <thead><tr>${heads.map((head) => html`<th scope="col">${head}</th>`)}</tr></thead>
+  <tbody>${rows.map((cells) => html`<tr>${cells.map((cell) => html`<td>${cell}</td>`)}</tr>`)}</tbody></table></div>`;
+
+function Ranks({ dynamic }) {
+  const agree = new Map(dynamic.determinism.stages.map((stage) => [`${stage.worker} ${stage.pp}`, stage.consistent]));
+  return html`<p class=${dynamic.determinism.consistent ? "" : "bad"}>${dynamic.determinism.consistent ? "All ranks agree." : `Ranks or workers disagree: ${dynamic.determinism.detail}`}</p>
+    ${!dynamic.workers.length && html`<${Empty}>No worker runs.<//>`}
+    ${dynamic.workers.map(
+      (worker) => html`<h3>${worker.worker} · ${worker.model}</h3>
+      <p>${worker.state}${worker.detail ? `: ${worker.detail}` : ""} · global steering version ${worker.global_version} · ${number(worker.waiting)} requests wait for rows · ${number(worker.desyncs)} disagreements, ${number(worker.resyncs)} resynchronised</p>
+      <${Table} label=${`Ranks of ${worker.worker}`}
+        heads=${["Rank", "Stage", "Agrees", "Checksum", "Actions", "Steering", "Modules", "Rows", "Requests", "Outbox", "Writers wait", "KV cache"]}
+        rows=${worker.ranks.map((rank) => [
+          rank.rank,
+          rank.pp,
+          agree.get(`${worker.worker} ${rank.pp}`) ? "yes" : html`<strong class="bad">no</strong>`,
+          html`<span class="mono">${rank.checksum}</span>`,
+          number(rank.actions),
+          rank.global_version ? `version ${rank.global_version}` : "none",
+          Object.keys(rank.modules).length,
+          `${number(rank.rows_used)} of ${number(rank.rows)}`,
+          `${number(rank.running)} run, ${number(rank.queued)} wait`,
+          html`<span class=${rank.outbox > 1000 ? "bad" : ""}>${number(rank.outbox)}</span>`,
+          bytes(rank.backlog),
+          percent(rank.kv_cache),
+        ])} />`,
+    )}`;
+}
+
+function Service({ status }) {
+  return html`<${Table} label="Parts of the service" heads=${["Part", "State"]} rows=${[
+      ["Relay", status.relay.alive ? `has taken ${number(status.relay.received)} receipts` : html`<strong class="bad">has not reported</strong>`],
+      ["Webhooks", status.callbacks.alive ? `${number(status.callbacks.webhooks_pending)} pending, the most overdue by ${duration(status.callbacks.webhooks_overdue_s)}` : html`<strong class="bad">has not reported</strong>`],
+      ["Redis", `${bytes(status.redis.used_bytes)}${status.redis.limit_bytes ? ` of ${bytes(status.redis.limit_bytes)}` : ""}, answered in ${number(status.redis.milliseconds, 1)} ms`],
+      ["Jobs", `${number(status.live)} not over, ${number(status.queued)} of them queued; ${number(status.held)} responses held`],
+    ]} />
+    <h2>Workers</h2>
+    <${Table} label="Workers" heads=${["Worker", "Model", "Health", "Jobs", "Tokens/s", "Outbox", "Up for"]} rows=${status.workers.map((worker) => [
+      worker.worker,
+      worker.model,
+      worker.healthy ? "healthy" : html`<strong class="bad">${worker.detail || "not healthy"}</strong>`,
+      worker.stats ? number(worker.stats.jobs) : "–",
+      worker.stats ? number(worker.stats.generated_tokens_s) : "–",
+      worker.stats ? number(worker.stats.outbox) : "–",
+      age(worker.started),
+    ])} />
+    ${status.queues.length > 0 && html`<h2>Queues</h2><${Table} label="Queues" heads=${["Model", "Priority", "Sent", "Waiting"]} rows=${status.queues.map((queue) => [queue.model, queue.priority, number(queue.sent), Object.entries(queue.waiting).map(([tenant, count]) => `${tenant}: ${number(count)}`).join(", ")])} />`}`;
+}
+
+function Slow({ jobs }) {
+  const now = useNow(1);
+  const [, redraw] = useState(0);
+  useEffect(() => jobs.subscribe(() => redraw((n) => n + 1)), [jobs]);
+  const slow = jobs.list.filter((job) => job.state === "running" || job.state === "cancelling").sort((a, b) => a.started - b.started).slice(0, SLOWEST);
+  if (!slow.length) return html`<${Empty}>Nothing runs.<//>`;
+  return html`<${Table} label="Longest running jobs" heads=${["Job", "Kind", "Owner", "Runs for", "Attempt"]} rows=${slow.map((job) => [html`<a href=${`#/jobs/${job.id}`}>${job.id}</a>`, job.kind, job.tenant || "default", age(job.started, now), job.attempt])} />`;
+}
+
+export default function View({ session, jobs }) {
+  const has = (scope) => session.scopes.includes(scope) || session.scopes.includes("admin");
+  const [dynamic, again] = usePolled("/v1/steering/dynamic", has("read"));
+  const [status] = usePolled("/v1/status", has("observe"));
+  const links = ["flower", "grafana", "metrics", "ready"].filter((name) => session.links[name]);
+  return html`<h1>Ops</h1>
+    <p>${links.map((name) => html`<a href=${session.links[name]}>${name[0].toUpperCase() + name.slice(1)}</a> `)}</p>
+    <h2>Service</h2>
+    ${has("observe") ? html`<${Problem} error=${status.error} />${status.data && html`<${Service} status=${status.data} />`}` : html`<p>The figures of the whole service need a key with the scope <code>observe</code>; this one has ${session.scopes.join(", ")}.</p>`}
+    <h2>What the ranks say</h2>
+    ${has("read") ? html`<${Problem} error=${dynamic.error} />${dynamic.data ? html`<${Ranks} dynamic=${dynamic.data} />` : html`<p class="soft">Asking …</p>`}<${Button} kind="small" onClick=${again}>Ask again<//>` : html`<p>This needs a key with the scope <code>read</code>.</p>`}
+    <h2>Longest running jobs</h2>
+    <${Slow} jobs=${jobs} />`;
 }

@@ -1,0 +1,199 @@
+"""The table of jobs: what a row opens, code that runs, cancelling, thousands of rows."""
+
+import base64
+import os
+import struct
+import subprocess
+import sys
+
+import pytest
+from playwright.sync_api import Browser, Locator, expect
+from web_kit import MODEL, NARROW, WIDE, Site, User, Visit, held, until, visiting
+
+from midstream.broker.ledger.jobs import Ledger, new_job_id
+from midstream.schemas.base import now
+
+VECTOR = {"dtype": "float32", "shape": [8], "data": base64.b64encode(struct.pack("<8f", *[0.5] * 8)).decode()}
+CAPTURE = {"layers": [1, 2], "positions": "all_prompt", "tag": "mine"}
+
+
+def row(visit: Visit, job: str) -> Locator:
+    return visit.page.locator(f'tr[data-id="{job}"]')
+
+
+@pytest.mark.smoke
+def test_a_row_opens_with_the_keyboard_and_shows_the_job(site: Site, visit: Visit) -> None:
+    job = site.alice.submit(("the sky is", "grass is"), capture=CAPTURE)
+    assert site.alice.wait(job)["state"] == "succeeded"
+    visit.log_in(site.alice)
+    expect(row(visit, job)).to_contain_text("mine")
+    row(visit, job).focus()
+    visit.page.keyboard.press("Enter")
+    details = visit.page.locator("section.details")
+    result = site.alice.get(f"/v1/jobs/{job}/result")
+    assert details.locator('[data-part="prompt"]').all_inner_texts() == ["the sky is", "grass is"]
+    expect(details.locator('[data-part="output"]')).to_have_count(2)
+    assert [pre.strip() for pre in details.locator('[data-part="output"]').all_inner_texts()] == [
+        output["text"].strip() for output in result["outputs"]
+    ]
+    expect(details).to_contain_text("All ranks agree")
+    expect(details).to_contain_text(result["determinism"]["stages"][0]["ranks"][0]["checksum"])
+    expect(details).to_contain_text(result["capture_results"]["files"][0]["path"])
+    visit.page.keyboard.press("Escape")
+    expect(details).to_have_count(0)
+    expect(row(visit, job)).to_be_focused()
+
+
+@pytest.mark.parametrize("kind", ["job", "completion", "chat", "sweep"])
+def test_copied_code_sends_the_same_request(site: Site, visit: Visit, kind: str) -> None:
+    user = site.user(f"copy-{kind}")
+    prompt = 'it\'s "5 $HOME" \\ é 😀\nJSON'
+    bodies = {
+        "job": ("/v1/jobs", {"prompts": [prompt], "sampling": {"max_tokens": 3}, "capture": CAPTURE, "metadata": {"why": "test"}}),
+        "completion": ("/v1/completions", {"prompt": prompt, "max_tokens": 3, "steering": [{"layers": 1, "vector": VECTOR}]}),
+        "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}], "max_tokens": 3}),
+        "sweep": ("/v1/sweeps", {"pairs": [{"clean": "a cat", "corrupt": "a dog", "answer": "x", "foil": "y"}], "layers": [1]}),
+    }
+    path, body = bodies[kind]
+    answer = user.http.post(path, json={"model": MODEL, **body})
+    assert answer.is_success, answer.text
+    [first] = user.get("/v1/jobs")["jobs"]
+    asked = user.get(f"/v1/jobs/{first['id']}/request")
+    assert (asked["path"], asked["body"]) == (path, {"model": MODEL, **body}) or kind == "sweep"
+    visit.log_in(user, f"jobs/{first['id']}")
+    environment = {**os.environ, "MIDSTREAM_API_KEY": user.key, "PYTHONIOENCODING": "utf-8"}
+    commands = {"Python": [sys.executable, "-"], "curl": ["bash", "-e"], "CLI": ["bash", "-e"]}
+    for name, command in commands.items():
+        before = {job["id"] for job in user.get("/v1/jobs")["jobs"]}
+        visit.page.get_by_role("tab", name=name).click()
+        code = visit.page.locator(f'pre[data-code="{name}"]').text_content()
+        assert code
+        assert user.key not in code
+        path_first = {**environment, "PATH": f"{os.path.dirname(sys.executable)}:{environment['PATH']}"}
+        ran = subprocess.run(command, input=code, env=path_first, capture_output=True, text=True, timeout=300, check=False)
+        assert ran.returncode == 0, f"{name}:\n{code}\n{ran.stdout}\n{ran.stderr}"
+        [new] = {job["id"] for job in user.get("/v1/jobs")["jobs"]} - before
+        again = user.get(f"/v1/jobs/{new}/request")
+        assert again["prompts"] == asked["prompts"]
+        if name == "curl":
+            assert (again["path"], again["body"]) == (asked["path"], asked["body"])
+
+
+def test_a_double_click_cancels_once(site: Site, visit: Visit) -> None:
+    calls: list[str] = []
+    visit.page.on("request", lambda request: calls.append(request.url) if request.method == "POST" else None)
+    with held(site):
+        job = site.alice.submit()
+        visit.log_in(site.alice)
+        expect(row(visit, job)).to_contain_text("running")
+        calls.clear()
+        row(visit, job).get_by_role("button", name="Cancel").dblclick()
+        expect(row(visit, job)).to_contain_text("cancelled")
+    assert [url for url in calls if url.endswith("/cancel")] == [f"{site.url}/v1/jobs/{job}/cancel"]
+
+
+def test_the_progress_of_a_sweep_is_shown_while_it_runs(site: Site, visit: Visit) -> None:
+    with held(site):
+        body = {"model": MODEL, "pairs": [{"clean": "a cat", "corrupt": "a dog", "answer": "x", "foil": "y"}], "layers": [1, 2]}
+        job = str(site.alice.post("/v1/sweeps", **body)["id"])
+        visit.log_in(site.alice)
+        expect(row(visit, job)).to_contain_text("sweep 0/")
+    cells = until(lambda: view if (view := site.alice.get(f"/v1/jobs/{job}"))["state"] == "succeeded" else None, "the sweep")[
+        "cells_expected"
+    ]
+    expect(row(visit, job)).to_contain_text(f"sweep {cells}/{cells}")
+
+
+def crowd(site: Site, tenant: str, count: int) -> list[str]:
+    """Records of jobs that are over, oldest first."""
+
+    async def fill(ledger: Ledger) -> list[str]:
+        start, names = now() - count, [new_job_id() for _ in range(count)]
+        pipe = ledger.redis.pipeline(transaction=False)
+        for number, name in enumerate(names):
+            record = {
+                "state": "succeeded", "kind": "generate", "model": MODEL, "attempt": 1, "version": 3, "created": start + number,
+                "finished": start + number + 1, "started": start + number, "capture_status": "not_requested", "receipts": 0, "expected": 0,
+                "prompts": 1, "metadata": f'{{"tag":"n{number}"}}', "tenant": tenant,
+            }  # fmt: skip
+            pipe.hset(f"ms:job:{name}", mapping=record).zadd(f"ms:jobs:{tenant}", {name: start + number})
+        await pipe.execute()
+        return names
+
+    return list(site.stack.do(fill))
+
+
+def test_five_thousand_jobs_are_a_table_of_a_few_rows(site: Site, visit: Visit) -> None:
+    user = site.user("crowd")
+    names = crowd(site, "crowd", 5000)
+    site.stack.do(lambda ledger: ledger.redis.hset(f"ms:job:{names[100]}", "created", "not a number"))  # one that nobody can read
+    visit.log_in(user)
+    expect(visit.page.get_by_text("4999 of 4999 jobs")).to_be_visible()
+    rows = visit.page.locator("tr[data-id]")
+    assert rows.count() < 100
+    expect(row(visit, names[-1])).to_be_visible()
+    rows.first.focus()
+    visit.page.keyboard.press("End")
+    expect(row(visit, names[0])).to_be_focused()
+    assert rows.count() < 100
+    visit.page.keyboard.press("Home")
+    expect(row(visit, names[-1])).to_be_focused()
+    visit.page.get_by_label("Find").fill("n4242")
+    expect(visit.page.get_by_text("1 of 4999 jobs")).to_be_visible()
+    visit.page.get_by_label("Find").fill("")
+    later = user.submit()  # changes arrive beside so many
+    expect(row(visit, later)).to_contain_text("succeeded")
+    visit.page.get_by_label("State").select_option("failed")
+    expect(visit.page.get_by_text("No jobs.")).to_be_visible()
+
+
+def test_ops_shows_every_rank_to_those_who_may_see_it(site: Site, visit: Visit) -> None:
+    visit.log_in(site.operator, "ops")
+    expect(visit.page.get_by_role("heading", name="Longest running jobs")).to_be_visible()
+    expect(visit.page.get_by_role("region", name="Ranks of w1")).to_contain_text("yes")
+    expect(visit.page.get_by_role("region", name="Parts of the service")).to_contain_text("receipts")
+    expect(visit.page.get_by_role("main").get_by_role("link", name="Flower")).to_have_attribute(
+        "href", f"http://127.0.0.1:{site.stack.settings.flower_port}"
+    )
+
+
+def test_ops_names_the_scope_that_a_key_lacks(site: Site, visit: Visit) -> None:
+    visit.log_in(site.alice, "ops")
+    expect(visit.page.get_by_text("need a key with the scope observe")).to_be_visible()
+    expect(visit.page.get_by_role("region", name="Ranks of w1")).to_contain_text("yes")
+
+
+def test_global_steering_is_shown_to_everyone(site: Site, visit: Visit) -> None:
+    visit.log_in(site.alice)
+    expect(visit.page.get_by_text("1 of 1 healthy")).to_be_visible()
+    expect(visit.page.get_by_text("Global steering is on")).to_have_count(0)
+    steering = [{"layers": 1, "vector": VECTOR}]
+    site.operator.http.put("/v1/steering/global", json={"model": MODEL, "steering": steering}).raise_for_status()
+    try:
+        expect(visit.page.get_by_role("status").filter(has_text="Global steering is on")).to_be_visible()
+    finally:
+        site.operator.http.delete("/v1/steering/global").raise_for_status()
+    expect(visit.page.get_by_text("Global steering is on")).to_have_count(0)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_views_are_accessible_and_fit(browser: Browser, site: Site, size: tuple[int, int], scheme: str) -> None:
+    job = ended(site.alice)
+    with visiting(browser, site.url, size, scheme) as visit:
+        visit.open()
+        expect(visit.page.get_by_label("API key")).to_be_visible()
+        visit.check_accessible()
+        visit.check_fits()
+        visit.log_in(site.alice)
+        for view, word in (("jobs", "of"), (f"jobs/{job}", "All ranks agree"), ("ops", "yes"), ("nowhere", "There is no view")):
+            visit.open(view)
+            expect(visit.page.get_by_role("main")).to_contain_text(word)
+            visit.check_accessible()
+            visit.check_fits()
+
+
+def ended(user: User) -> str:
+    job = user.submit(capture=CAPTURE)
+    assert user.wait(job)["state"] == "succeeded"
+    return job
