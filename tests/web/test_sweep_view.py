@@ -139,6 +139,16 @@ def fill(page: Page, pair: dict[str, str]) -> None:
         page.get_by_label(label, exact=True).fill(pair[name])
 
 
+def test_a_form_opened_before_a_model_is_served_gets_it_later(site: Site, visit: Visit) -> None:
+    visit.page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": []}))
+    visit.log_in(site.alice, "sweep")
+    visit.page.get_by_role("button", name="Try an example").click()
+    expect(visit.page.get_by_text("No model is served yet")).to_be_visible()
+    visit.page.unroute("**/v1/models")
+    expect(visit.page.locator(".aligned")).to_be_visible()
+    expect(visit.page.get_by_label("Model", exact=True)).to_have_value(MODEL)
+
+
 @pytest.mark.parametrize(
     ("field", "wrong", "words"),
     [

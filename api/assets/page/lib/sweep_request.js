@@ -109,6 +109,7 @@ export function requestOf(form) {
 /** What is still to be filled in before it is worth asking the server; empty: nothing. */
 export function lacking({ request }) {
   if (!request) return "";
+  if (!request.model) return "No model is served yet: it appears here once a worker has loaded it.";
   if (!request.hooks.length) return "Choose at least one hook point.";
   const without = request.ablation ? ["clean"] : ["clean", "corrupt"];
   for (const [n, pair] of request.pairs.entries()) {

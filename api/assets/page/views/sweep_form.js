@@ -9,6 +9,8 @@ import { EXAMPLE, TEXTS, blankForm, emptyPair, formOf, lacking, requestOf } from
 
 /** Milliseconds without a key before the server is asked. */
 const PAUSE = 300;
+/** Milliseconds until the next look for a model while none is served: after a start, loading one takes a minute. */
+const NO_MODEL_MS = 2000;
 const MOST_PAIRS = 256;
 const CHOICES = {
   metric: { recovered: "recovered: share of the way", logit_diff: "logit_diff: log P(answer) − log P(foil)", logprob: "logprob: log P(answer)", kl: "kl: any change of the next token" },
@@ -26,7 +28,7 @@ function ours(name) {
 }
 
 export default function Form({ like }) {
-  const [models, setModels] = useState(null);
+  const [models, setModels] = useState([]);
   const [form, setForm] = useState(null);
   const [problem, setProblem] = useState(null);
   const [plan, setPlan] = useState({});
@@ -34,19 +36,34 @@ export default function Form({ like }) {
 
   useEffect(() => {
     const stop = new AbortController();
-    Promise.all([get("/v1/models", { signal: stop.signal }), like ? get(`/v1/sweeps/${encodeURIComponent(like)}`, { signal: stop.signal }) : null])
-      .then(([{ data }, view]) => {
-        setModels(data);
-        if (view && !view.request) throw new Error("the server that accepted this sweep did not keep its request");
-        setForm(view ? formOf(view.request) : blankForm(data[0] ? data[0].id : "", data[0] && data[0].hooks.includes("post_block") ? ["post_block"] : []));
-      })
-      .catch((error) => {
-        if (error.name === "AbortError") return;
-        setProblem(error);
-        setModels((known) => known || []);
-        setForm((known) => known || blankForm());
-      });
-    return () => stop.abort();
+    const failed = (error) => {
+      if (error.name === "AbortError") return;
+      setProblem(error);
+      setForm((known) => known || blankForm());
+    };
+    let timer = null;
+    let filled = false; // with the request of another sweep
+    const load = async () => {
+      const { data } = await get("/v1/models", { signal: stop.signal });
+      setModels(data);
+      if (!data.length) timer = setTimeout(() => load().catch(failed), NO_MODEL_MS);
+      if (like && !filled) {
+        const { request } = await get(`/v1/sweeps/${encodeURIComponent(like)}`, { signal: stop.signal });
+        if (!request) throw new Error("the server that accepted this sweep did not keep its request");
+        setForm(formOf(request));
+        filled = true;
+        return;
+      }
+      if (filled) return;
+      const [first] = data;
+      const hooks = first && first.hooks.includes("post_block") ? ["post_block"] : [];
+      setForm((known) => (known ? { ...known, model: known.model || (first ? first.id : ""), hooks: known.hooks.length || known.model ? known.hooks : hooks } : blankForm(first ? first.id : "", hooks)));
+    };
+    load().catch(failed);
+    return () => {
+      stop.abort();
+      clearTimeout(timer);
+    };
   }, [like]);
 
   const asked = useMemo(() => (form ? requestOf(form) : {}), [form]);

@@ -6,5 +6,5 @@ import Grid from "./sweep_grid.js";
 
 export default function View({ params, query, session }) {
   const like = (query && query.get("like")) || "";
-  return params[0] ? html`<${Grid} key=${params[0]} id=${params[0]} session=${session} />` : html`<${Form} key=${`form ${like}`} like=${like} session=${session} />`;
+  return params[0] ? html`<${Grid} key=${params[0]} id=${params[0]} session=${session} />` : html`<${Form} key=${`form ${like}`} like=${like} />`;
 }
