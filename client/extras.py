@@ -7,6 +7,7 @@ from importlib.util import find_spec
 MODULES: dict[str, tuple[str, ...]] = {
     "client": ("httpx", "rich", "tqdm", "typer"),
     "plots": ("matplotlib", "pandas"),
+    "notebook": ("xarray", "plotly"),
     "probes": ("sklearn",),
     "harvest": ("pyarrow",),
     "up": (

@@ -2,7 +2,11 @@
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
+
+from ..schemas import base
+
+T = TypeVar("T")
 
 #: Loaded only when something is shown: results know that they can be shown, not how.
 RENDERER = "midstream.client.render.notebook"
@@ -20,11 +24,25 @@ def ipython_shell() -> Any:
     return None if ipython is None else ipython.get_ipython()
 
 
+class Listing(list[T]):
+    """A list that notebooks show as a table."""
+
+    def _repr_html_(self) -> str | None:
+        found: str | None = rendered("listing_html", self)
+        return found
+
+
 def install() -> None:
-    """Register renderers for the schemas' types in a running IPython. No effect elsewhere."""
+    """Give the schemas' types their HTML, which any notebook may ask for, and their images to a running IPython."""
+    base.html_renderer = _record_html
     shell = ipython_shell()
     if shell is not None:
         rendered("register", shell)
+
+
+def _record_html(record: Any) -> str | None:
+    found: str | None = rendered("record_html", record)
+    return found
 
 
 def rendered(function: str, *values: Any) -> Any:

@@ -60,7 +60,7 @@ compile() {
     { echo "# Made by requirements/compile.sh; install with --no-deps --require-hashes."; cat "$scratch/$name"; } >"$here/$name"
 }
 
-compile cpu.lock --extra cpu --extra demo --extra dev --extra plots --extra probes
+compile cpu.lock --extra cpu --extra demo --extra dev --extra notebook --extra plots --extra probes
 # The others agree with the first.
 pins "$here/cpu.lock" >"$scratch/agreed"
 compile client.lock --extra client --constraint "$scratch/agreed"

@@ -1,6 +1,7 @@
 """Base class and serialization of all records."""
 
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform
 
 import msgspec
@@ -8,10 +9,18 @@ import msgspec
 T = TypeVar("T")
 
 
+#: Renders a record as HTML for notebooks, or returns None. The client sets it, which knows how (`client.notebook.install`).
+html_renderer: Callable[[Any], str | None] | None = None
+
+
 # Type checkers do not inherit `frozen` and `kw_only` from a base class; these declare them.
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """A JSON object of the public vocabulary: immutable, keyword-only, unknown fields refused."""
+
+    def _repr_html_(self) -> str | None:
+        """What notebooks show; None: the text."""
+        return None if html_renderer is None else html_renderer(self)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))

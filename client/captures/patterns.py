@@ -155,7 +155,7 @@ def attention_of(reader: "CaptureReader", layers: LayerSelector = "all", heads: 
     if not patterns:
         why = "; ".join(f"layer {layer}: {why}" for layer, why in absent.items()) or "q and k were not captured in the same layers"
         raise MidstreamError("not_found", f"there is no attention pattern: {why}", field="layers", allowed="a capture of the hooks q and k")
-    tokens = [str(token) for token in reader.token_ids(request)] if reader.read_tokens is None else reader.tokens(request)
+    tokens = reader.words(request)
     numbers = {layer: heads_of(reader.attention_kind(layer, request), heads) for layer in patterns}
     return Attention(reader.job, positions, reader.token_ids(request), tokens, patterns, numbers, absent)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,9 +17,14 @@ from ...schemas.routing import routed
 from ...schemas.selectors import ALIASES, FORWARD, LayerSelector, as_ranges
 from ...storage.store import ArtifactStore, open_store
 from ..notebook import rendered
+from . import tables
 from .attention import pattern
 from .blobs import Blob, Place, at, expand, find, open_blobs
 from .kinds import attention_at, routing_at, usable
+
+if TYPE_CHECKING:
+    import pandas
+    import xarray
 
 Source = Path | str | ArtifactStore | Iterable[Path | str | Place]
 DEFAULT_HOOK = "post_block"
@@ -272,6 +278,10 @@ class CaptureReader:
             raise MidstreamError("not_found", "files hold token ids and no tokenizer", field="tokens", allowed=allowed)
         return self.read_tokens(self.token_ids(request))
 
+    def words(self, request: int = 0) -> list[str]:
+        """As `tokens`; token ids in digits for a reader that was opened from files alone."""
+        return [str(token) for token in self.token_ids(request)] if self.read_tokens is None else self.tokens(request)
+
     def dropped(self, request: int = 0) -> list[int]:
         """Requested positions that some stage dropped under overload."""
         return self._of(request).dropped
@@ -303,6 +313,21 @@ class CaptureReader:
     def stack(self, layers: Sequence[int] | None = None, hook: str | None = None, request: int = 0) -> np.ndarray:
         """`[layers, positions, hidden]` float32; by default of every captured layer."""
         return np.stack([self.array(layer, hook, request) for layer in (self.layers(request, hook) if layers is None else layers)])
+
+    def to_pandas(self, hook: str | None = None, requests: Sequence[int] | None = None) -> "pandas.DataFrame":
+        """A line for each row: index request, layer and position; columns token, token_id, and 0 to hidden − 1 (float32).
+
+        `hook`: by default `post_block`, or the only one. `requests`: by default all. Raises MidstreamError without pandas.
+        """
+        return tables.data_frame(self, hook, list(self.requests() if requests is None else requests))
+
+    def to_xarray(self, hook: str | None = None, request: int = 0) -> "xarray.DataArray":
+        """float32 `[layer, position, dim]`, with token and token_id of each position. Raises MidstreamError without xarray."""
+        return tables.data_array(self, hook, request)
+
+    def plotly(self, hook: str | None = None, request: int = 0) -> Any:
+        """An interactive heatmap of the rows' norms: `plotly.graph_objects.Figure`. Raises MidstreamError without plotly."""
+        return rendered("plotly_figure", self, hook, request)
 
     def attention(
         self, layer: int, head: LayerSelector | None = None, request: int = 0, *, queries: Sequence[int] | None = None

@@ -38,6 +38,12 @@ def figure(result: SweepResult, path: Path | str | None = None, pair: int | None
     return drawn
 
 
+def grid_figure(grid: Grid) -> "Figure":
+    """Draw a grid that is known without its sweep. Raises MidstreamError when matplotlib is missing."""
+    with figures.styled():
+        return _draw(grid, [MEANING[grid.metric]])
+
+
 def check(path: Path | str) -> None:
     """As `figures.check`, for the option `--heatmap`."""
     figures.check(path, "heatmap")

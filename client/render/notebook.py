@@ -1,13 +1,23 @@
-"""Renders results in notebooks, without any setting there: `_repr_html_` and `_repr_png_` of studies, sweeps, answers and readers."""
+"""Renders results in notebooks, without any setting there: `_repr_html_` and `_repr_png_` of all that calls return."""
 
 import base64
 import io
 from collections.abc import Callable
 from functools import partial
+from html import escape
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ...schemas.captures import CapturePage
 from ...schemas.errors import MidstreamError
+from ...schemas.harvests import HarvestPage, HarvestView
 from ...schemas.jobs import JobPage, JobResult, JobView
+from ...schemas.lens import TunedLens
+from ...schemas.loras import Lora
+from ...schemas.probes import Probe
+from ...schemas.saes import Sae
+from ...schemas.source_runs import RunPage, RunView
+from ...schemas.status import Status
 from ...schemas.steering import GlobalView, ModuleView
 from ...schemas.sweeps import SweepResult
 
@@ -16,7 +26,11 @@ if TYPE_CHECKING:
 
     from ..captures.patterns import Attention
     from ..captures.reader import CaptureReader
+    from ..notebook import Listing
+    from ..sdk.features import Features
+    from ..sdk.grid import Grid
     from ..sdk.lens import Lens
+    from ..sdk.mapping import Mapped
     from ..sdk.wire import Answer
 
 #: Characters in a line of a table.
@@ -27,20 +41,38 @@ _PRE = (
 
 
 def register(shell: Any) -> None:
-    """Give IPython's shell the renderers of the schemas' types, which have no methods for it."""
-    formatters = shell.display_formatter.formatters
-    for kind, render in _HTML.items():
-        formatters["text/html"].for_type(kind, render)
-    formatters["image/png"].for_type(SweepResult, sweep_png)
+    """Give IPython's shell the images of the schemas' types, which have no methods for it."""
+    shell.display_formatter.formatters["image/png"].for_type(SweepResult, sweep_png)
+
+
+def record_html(record: Any) -> str | None:
+    """Of a record; None for a type that notebooks show as text."""
+    render = _HTML.get(type(record))
+    return None if render is None else render(record)
+
+
+def listing_html(listing: "Listing[Any]") -> str | None:
+    """Of a list of records of one type, as a table; None for an empty one."""
+    if not listing or (shown := _LISTS.get(type(listing[0]))) is None:
+        return None
+    return _shown(*shown, list(listing))
 
 
 def html(*parts: "RenderableType") -> str:
-    """The terminal's output as HTML, in its colours."""
+    """The terminal's output as HTML, in its colours. No text in it becomes markup, and none a link."""
     from rich.console import Console
+    from rich.segment import Segment
+    from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
-    console = Console(record=True, file=io.StringIO(), width=_WIDTH, force_terminal=True, color_system="truecolor", highlight=False)
-    console.print(*parts, sep="\n")
-    return console.export_html(inline_styles=True, code_format=_PRE)
+    console = Console(file=io.StringIO(), width=_WIDTH, force_terminal=True, color_system="truecolor", highlight=False)
+    pieces = []
+    for part in parts:
+        drawn = console.render_str(part) if isinstance(part, str) else part
+        for segment in Segment.simplify(Segment.filter_control(console.render(drawn))):
+            style = segment.style.get_html_style(DEFAULT_TERMINAL_THEME) if segment.style else ""
+            text = escape(segment.text)
+            pieces.append(f'<span style="{style}">{text}</span>' if style else text)
+    return _PRE.format(code="".join(pieces))
 
 
 def sweep_png(result: SweepResult, pair: int | None = None) -> bytes | None:
@@ -63,8 +95,11 @@ def sweep_html(result: SweepResult, pair: int | None = None) -> str:
     drawn = sweep_png(result, pair)
     if drawn is None:
         return html(sweeps.report(result, pair))
-    image = f'<img alt="heatmap" style="max-width:100%" src="data:image/png;base64,{base64.b64encode(drawn).decode()}"/>'
-    return image + html(sweeps.findings(result, pair))
+    return _image("heatmap", drawn) + html(sweeps.findings(result, pair))
+
+
+def _image(name: str, drawn: bytes) -> str:
+    return f'<img alt="{name}" style="max-width:100%" src="data:image/png;base64,{base64.b64encode(drawn).decode()}"/>'
 
 
 def _job_html(result: JobResult) -> str:
@@ -120,12 +155,12 @@ def attention_html(attention: "Attention") -> str:
     from .figures import png
 
     try:
-        drawn = base64.b64encode(png(figure(attention))).decode()
+        drawn = _image("attention", png(figure(attention)))
     except MidstreamError as error:
         if error.kind != "unavailable":
             raise
         return html(maps.report(attention))
-    return f'<img alt="attention" style="max-width:100%" src="data:image/png;base64,{drawn}"/>' + html(maps.strongest(attention))
+    return drawn + html(maps.strongest(attention))
 
 
 def lens_figure(lens: "Lens", path: Any, places: Any) -> Any:
@@ -144,9 +179,41 @@ def lens_html(lens: "Lens") -> str:
 
 def _shown(module: str, name: str, value: Any) -> str:
     """By a function of the modules that show things on terminals."""
-    from importlib import import_module
-
     return html(getattr(import_module(module, __package__), name)(value))
+
+
+def features_html(features: "Features") -> str:
+    """Each token with its most active features."""
+    return _shown(".features", "table", features)
+
+
+def mapped_html(item: "Mapped") -> str:
+    """The prompt, and what a job of it alone would show."""
+    from rich.text import Text
+
+    return html(Text(f"{item.index}: {item.prompt!r}" + (" (from the cache)" if item.cached else ""))) + _job_html(item.result)
+
+
+def grid_html(grid: "Grid") -> str:
+    """The heatmap where matplotlib is installed, and the strongest cells."""
+    from . import sweeps
+    from .figures import png
+    from .heatmap import grid_figure
+
+    try:
+        image = _image("heatmap", png(grid_figure(grid)))
+    except MidstreamError as error:
+        if error.kind != "unavailable":
+            raise
+        image = ""
+    return image + html(sweeps.strongest_of(grid))
+
+
+def plotly_figure(value: Any, *arguments: Any) -> Any:
+    """The interactive figure of a grid, a reader or a lens."""
+    from . import interactive
+
+    return interactive.FIGURES[type(value).__name__](value, *arguments)
 
 
 def _module_html(view: ModuleView) -> str:
@@ -161,12 +228,50 @@ def _global_html(view: GlobalView) -> str:
     return html(steering.global_line(view), steering.entries(view.entries))
 
 
+def _status_html(now: Status) -> str:
+    from . import status
+
+    return html(status.status(now, ""))
+
+
+def _harvest_html(view: HarvestView) -> str:
+    from rich.text import Text
+
+    from . import harvests
+
+    return html(Text(harvests.harvest(view)))
+
+
+def _run_html(view: RunView) -> str:
+    from . import jobs
+
+    return html(jobs.run(view), *([jobs.run_prompts(view.prompts)] if view.prompts else []))
+
+
 #: Type of the schemas → its HTML.
 _HTML: dict[type, Callable[[Any], str]] = {
     SweepResult: sweep_html,
     JobResult: _job_html,
     JobView: partial(_shown, ".jobs", "job"),
     JobPage: lambda page: _shown(".jobs", "jobs", page.jobs),
+    CapturePage: partial(_shown, ".jobs", "captures"),
+    RunView: _run_html,
+    RunPage: lambda page: _shown(".jobs", "runs", page.runs),
     ModuleView: _module_html,
     GlobalView: _global_html,
+    HarvestView: _harvest_html,
+    HarvestPage: lambda page: _shown(".harvests", "harvests", page.harvests),
+    Probe: partial(_shown, ".probes", "one"),
+    Sae: partial(_shown, ".saes", "one"),
+    Lora: partial(_shown, ".loras", "one"),
+    TunedLens: partial(_shown, ".lens", "one"),
+    Status: _status_html,
+}
+#: Type of the schemas → module and function that show several.
+_LISTS: dict[type, tuple[str, str]] = {
+    ModuleView: (".steering", "modules"),
+    Probe: (".probes", "listed"),
+    Sae: (".saes", "listed"),
+    Lora: (".loras", "listed"),
+    TunedLens: (".lens", "listed"),
 }

@@ -120,7 +120,11 @@ def _layer_numbers(layers: list[int], wide: int) -> str:
 
 def strongest(result: SweepResult, pair: int | None = None, count: int = 5) -> Table:
     """The cells that change most."""
-    grid = grid_of(result, pair)
+    return strongest_of(grid_of(result, pair), count)
+
+
+def strongest_of(grid: Grid, count: int = 5) -> Table:
+    """The same of a grid."""
     shown = table("Strongest cells", "at", "hook", "layer", "value", "effect")
     for name in ("layer", "value", "effect"):
         next(column for column in shown.columns if column.header == name).justify = "right"

@@ -10,6 +10,7 @@ import numpy as np
 from ...schemas.errors import MidstreamError
 from ...schemas.jobs import JobResult
 from ...schemas.readings import FeaturesReading
+from .. import notebook
 from . import wire
 from .calls import call
 from .jobs import JobCalls
@@ -37,6 +38,9 @@ class Features:
     def activations(self, feature: int) -> np.ndarray:
         """float32 `[positions]` of one feature; 0 where it is not among the tokens' most active ones."""
         return np.array([self.of(place).get(feature, 0.0) for place in range(len(self.reading.positions))], np.float32)
+
+    def _repr_html_(self) -> str:
+        return str(notebook.rendered("features_html", self))
 
     def top(self, count: int = 10) -> list[tuple[int, float]]:
         """The features with the largest activation on any token, most active first."""

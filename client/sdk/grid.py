@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,11 @@ from ...schemas.errors import invalid
 from ...schemas.selectors import ALIASES, HOOKS, Hook
 from ...schemas.sweep_paths import PathEnd, SweepPath
 from ...schemas.sweeps import Axis, Baseline, Metric, PairResult, SweepResult
+from .. import frames, notebook
+
+if TYPE_CHECKING:
+    import pandas
+    import xarray
 
 #: What the numbers of a grid are.
 MEANING: dict[Metric, str] = {
@@ -97,6 +102,32 @@ class Grid:
             raise invalid("axis", f"a grid of axis {self.axis!r} has no heads", allowed="a sweep of axis head or head_position")
         values, heads = self.values[hook or self.hooks[0]], len(dict.fromkeys(self.heads))
         return values if self.axis == "head" else values.reshape(len(self.layers), heads, -1)
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """A line for each cell that has a value, with the fields of `Effect`. Raises MidstreamError without pandas."""
+        return frames.pandas().DataFrame(self.cells(), columns=list(Effect._fields))
+
+    def to_xarray(self) -> "xarray.Dataset":
+        """`value` and `effect` `[hook, layer, column]`, NaN where a cell has none. Raises MidstreamError without xarray."""
+        axes = ("hook", "layer", "column")
+        columns = {"label": ("column", self.labels), "name": ("column", self.names)} | (
+            {"head": ("column", self.heads)} if self.heads else {}
+        )
+        return frames.xarray().Dataset(
+            {
+                "value": (axes, np.stack([self.values[hook] for hook in self.hooks])),
+                "effect": (axes, np.stack([self.effects[hook] for hook in self.hooks])),
+            },
+            coords={"hook": self.hooks, "layer": self.layers, "column": np.arange(len(self.labels)), **columns},
+            attrs={"metric": self.metric, "unit": MEANING[self.metric], "base": self.base, "axis": self.axis},
+        )
+
+    def plotly(self) -> Any:
+        """An interactive heatmap: `plotly.graph_objects.Figure`. Raises MidstreamError without plotly."""
+        return notebook.rendered("plotly_figure", self)
+
+    def _repr_html_(self) -> str:
+        return str(notebook.rendered("grid_html", self))
 
     def top(self, count: int) -> list[Effect]:
         """The cells that change most, the strongest first."""

@@ -48,6 +48,10 @@ class Lens:
         """
         return notebook.rendered("lens_figure", self, path, places)
 
+    def plotly(self) -> Any:
+        """An interactive heatmap: `plotly.graph_objects.Figure`. Raises MidstreamError without plotly."""
+        return notebook.rendered("plotly_figure", self)
+
     def _repr_html_(self) -> str:
         return str(notebook.rendered("lens_html", self))
 

@@ -2,6 +2,7 @@
 
 from ...schemas.limits import PathName
 from ...schemas.loras import Lora, LoraPage, LoraRequest
+from ..notebook import Listing
 from . import wire
 from .calls import Calls, call
 from .wire import Call, of_model
@@ -35,7 +36,7 @@ class LoraCalls(Calls):
     @call
     async def loras(self, model: str | None = None) -> list[Lora]:
         """The adapters of a model."""
-        return (await self._ask(Call("GET", _LORAS, params=of_model(model)), LoraPage)).loras
+        return Listing((await self._ask(Call("GET", _LORAS, params=of_model(model)), LoraPage)).loras)
 
     @call
     async def lora(self, name: str, model: str | None = None) -> Lora:

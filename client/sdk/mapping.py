@@ -9,7 +9,6 @@ from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -18,6 +17,7 @@ from ...schemas.base import to_json
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.jobs import JobRequest, JobResult, JobView, Output, State
 from ...schemas.limits import MAX_PROMPTS
+from .. import notebook
 from ..captures.reader import CaptureReader
 from . import download, jobs, map_key, wire
 from .calls import stream
@@ -72,6 +72,9 @@ class Mapped:
         if self.rows is not None:
             return CaptureReader(download.downloaded(self.rows, self.request), tag=self.tag)
         return wire.returned_rows(self.result.capture_results)
+
+    def _repr_html_(self) -> str:
+        return str(notebook.rendered("mapped_html", self))
 
     def array(self, layer: int, hook: str | None = None) -> np.ndarray:
         """`[positions, hidden]` float32, as `CaptureReader.array` of its `reader`."""
@@ -177,7 +180,7 @@ class MapCalls(CaptureCalls, SteeringCalls, SaeCalls, LoraCalls, TunedLensCalls,
         if not keyed:
             return _Plan(request, b"", {}, -1)
         model = request.model
-        card = await self._ask(wire.Call("GET", f"/v1/models/{quote(model, safe='')}"), dict[str, Any])
+        card = await self.model(model)
         facts = {name: card.get(name) for name in map_key.MODEL_FACTS}
         facts["extensions"] = [[each["kind"], each["name"], each["digest"]] for each in card.get("extensions", [])]
         names = {named: await self._digest(named, model) for named in sorted(set(map_key.named(request)))}

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...schemas.limits import PathName
 from ...schemas.probes import Action, Probe, ProbePage, ProbeRequest, WatchRequest
+from ..notebook import Listing
 from . import wire
 from .calls import Calls, call
 from .wire import Call, of_model
@@ -43,7 +44,7 @@ class ProbeCalls(Calls):
     @call
     async def probes(self, model: str | None = None) -> list[Probe]:
         """The probes of a model."""
-        return (await self._ask(Call("GET", _PROBES, params=of_model(model)), ProbePage)).probes
+        return Listing((await self._ask(Call("GET", _PROBES, params=of_model(model)), ProbePage)).probes)
 
     @call
     async def probe(self, name: str, model: str | None = None) -> Probe:

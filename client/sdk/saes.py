@@ -2,6 +2,7 @@
 
 from ...schemas.limits import PathName
 from ...schemas.saes import Sae, SaePage, SaeRequest
+from ..notebook import Listing
 from . import wire
 from .calls import Calls, call
 from .wire import Call, of_model
@@ -37,7 +38,7 @@ class SaeCalls(Calls):
     @call
     async def saes(self, model: str | None = None) -> list[Sae]:
         """The sparse autoencoders of a model."""
-        return (await self._ask(Call("GET", _SAES, params=of_model(model)), SaePage)).saes
+        return Listing((await self._ask(Call("GET", _SAES, params=of_model(model)), SaePage)).saes)
 
     @call
     async def sae(self, name: str, model: str | None = None) -> Sae:

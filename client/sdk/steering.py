@@ -14,6 +14,7 @@ from ...schemas.errors import invalid
 from ...schemas.limits import PathName
 from ...schemas.specs import SteeringSpec
 from ...schemas.steering import Dynamic, GlobalRequest, GlobalView, ModulePage, ModuleRequest, ModuleView
+from ..notebook import Listing
 from ..values import packed
 from . import wire
 from .calls import Calls, call
@@ -74,7 +75,7 @@ class SteeringCalls(Calls):
     @call
     async def modules(self, model: str | None = None) -> list[ModuleView]:
         """The modules of a model."""
-        return (await self._ask(_about("GET", _MODULES, model), ModulePage)).modules
+        return Listing((await self._ask(_about("GET", _MODULES, model), ModulePage)).modules)
 
     @call
     async def module(self, name: str, model: str | None = None) -> ModuleView:

@@ -2,6 +2,7 @@
 
 from ...schemas.lens import TunedLens, TunedLensPage, TunedLensRequest
 from ...schemas.limits import PathName
+from ..notebook import Listing
 from . import wire
 from .calls import Calls, call
 from .wire import Call, of_model
@@ -37,7 +38,7 @@ class TunedLensCalls(Calls):
     @call
     async def tuned_lenses(self, model: str | None = None) -> list[TunedLens]:
         """The tuned lenses of a model."""
-        return (await self._ask(Call("GET", _LENSES, params=of_model(model)), TunedLensPage)).lenses
+        return Listing((await self._ask(Call("GET", _LENSES, params=of_model(model)), TunedLensPage)).lenses)
 
     @call
     async def tuned_lens(self, name: str, model: str | None = None) -> TunedLens:

@@ -18,7 +18,7 @@ from ...schemas.errors import MidstreamError, invalid, misfit
 from ...schemas.selectors import HookName, LayerSelector
 from ...schemas.sweeps import HEAD_AXES, PairResult, PairSpan, PatchWindow, SweepPair, SweepRequest, SweepResult
 from ...schemas.version import __version__
-from .. import values
+from .. import frames, values
 from ..render import heatmap, notebook
 from ..sdk import grid as grids
 from ..sdk import sweeps, wire
@@ -137,14 +137,8 @@ class _Study:
         return grids.records(self.result)
 
     def to_dataframe(self) -> "pandas.DataFrame":
-        """The records as a table. Raises MidstreamError when pandas is missing."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise MidstreamError(
-                "unavailable", "a data frame needs pandas: pip install 'midstream[plots]'; to_records() needs nothing"
-            ) from error
-        return pandas.DataFrame(self.to_records())
+        """The records as a table. Raises MidstreamError when pandas is missing; `to_records` needs nothing."""
+        return frames.pandas().DataFrame(self.to_records())
 
     def save(self, path: Path | str) -> None:
         """Request and result as JSON, for `load`."""

@@ -17,13 +17,13 @@ EXTRAS_OF: dict[str, tuple[str, ...]] = {
     "api": ("api",),
     "kernels": ("cpu",),
     "workers": ("cpu",),
-    "tests": ("cpu", "demo", "dev", "otel", "plots"),
+    "tests": ("cpu", "demo", "dev", "notebook", "otel", "plots"),
     "benchmarks": ("cpu", "demo", "dev", "plots", "probes"),
     "examples": ("client", "plots"),
 }
 #: Inside functions, imports for which another extra is the remedy.
 LAZY_EXTRAS: dict[str, tuple[str, ...]] = {
-    "client": ("cpu", "demo", "plots", "probes", "harvest"),
+    "client": ("cpu", "demo", "notebook", "plots", "probes", "harvest"),
     "broker": ("otel", "up"),
     "benchmarks": ("lens",),
 }

@@ -18,7 +18,7 @@ REQUIREMENTS = ROOT / "requirements"
 
 #: Lock → the extras it serves; the CPU stack's torch is in a lock of its own.
 EXTRAS_OF = {
-    "cpu.lock": ("cpu", "demo", "dev", "plots", "probes"),
+    "cpu.lock": ("cpu", "demo", "dev", "notebook", "plots", "probes"),
     "api.lock": ("api", "s3"),
     "client.lock": ("client",),
     "service.lock": ("api", "client", "flower", "otel", "s3"),

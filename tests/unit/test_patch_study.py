@@ -346,6 +346,7 @@ def test_the_bar_counts_each_cell_once_and_is_not_drawn_without_a_terminal(monke
 def test_ipython_renders_reports_without_repr_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     formatters = pytest.importorskip("IPython.core.formatters", reason="ipykernel is not installed (extra `dev`)")
     shell = SimpleNamespace(display_formatter=formatters.DisplayFormatter())
+    monkeypatch.setattr("midstream.schemas.base.html_renderer", None)
     assert set(shell.display_formatter.format(result())[0]) == {"text/plain"}
     monkeypatch.setattr("midstream.client.notebook.ipython_shell", lambda: shell)
     install()

@@ -44,7 +44,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "sdk",
         "captures harvest",
         "values probes",
-        "notebook durations extras images",
+        "notebook durations extras frames images",
     ),
     "workers": ("__main__ remote follower", "app", "serving", "engines demo_model", "fake", "engine", "runner"),
 }

@@ -1,0 +1,43 @@
+"""Captured rows as a pandas data frame or an xarray array (extra `notebook`)."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..frames import pandas, xarray
+
+if TYPE_CHECKING:
+    from .reader import CaptureReader
+
+
+def data_frame(reader: "CaptureReader", hook: str | None, requests: list[int]) -> Any:
+    """A line for each row, by request, layer and position; columns: token, token_id and the row's elements."""
+    module = pandas()
+    parts = []
+    for request in requests:
+        positions = reader.positions(request)
+        for layer in reader.layers(request, hook):
+            index = module.MultiIndex.from_product([[request], [layer], positions], names=["request", "layer", "position"])
+            rows = module.DataFrame(reader.array(layer, hook, request), index=index)
+            rows.insert(0, "token", reader.words(request))
+            rows.insert(1, "token_id", reader.token_ids(request))
+            parts.append(rows)
+    return module.concat(parts)
+
+
+def data_array(reader: "CaptureReader", hook: str | None, request: int) -> Any:
+    """`[layer, position, dim]` float32 with its coordinates."""
+    module = xarray()
+    layers, positions = reader.layers(request, hook), reader.positions(request)
+    return module.DataArray(
+        np.stack([reader.array(layer, hook, request) for layer in layers]),
+        dims=("layer", "position", "dim"),
+        coords={
+            "layer": layers,
+            "position": positions,
+            "token": ("position", reader.words(request)),
+            "token_id": ("position", reader.token_ids(request)),
+        },
+        name=hook or "rows",
+        attrs={"job": reader.job, "tag": reader.tag, "request": request},
+    )

@@ -1,0 +1,90 @@
+"""Interactive figures of grids, captured rows and logit lenses (plotly, extra `notebook`): values show under the pointer."""
+
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..frames import plotly
+from ..sdk.grid import MEANING, Grid, titled
+
+if TYPE_CHECKING:
+    from ..captures.reader import CaptureReader
+    from ..sdk.lens import Lens
+
+#: Pixels: of a row of a heatmap, and around it.
+_ROW, _AROUND = 18, 160
+_WIDTH = 420  # of a panel
+
+
+def grid_figure(grid: Grid) -> Any:
+    """Tokens by layers, one panel for each hook, one diverging scale with the unpatched value in its middle; effects as text."""
+    module = plotly()
+    drawn = module.subplots.make_subplots(1, len(grid.hooks), shared_yaxes=True, subplot_titles=[titled(hook) for hook in grid.hooks])
+    low, high = grid.limits
+    names = [_text(f"{number} {name}") for number, name in enumerate(grid.names)]  # numbered: plotly merges rows of one name
+    for place, hook in enumerate(grid.hooks):
+        panel = module.graph_objects.Heatmap(
+            z=grid.values[hook].T, x=grid.layers, y=names, customdata=grid.effects[hook].T, zmin=low, zmax=high,
+            colorscale="RdBu_r", showscale=place == 0, colorbar={"title": MEANING[grid.metric]}, name=hook,
+            hovertemplate="%{y}<br>layer %{x}<br>value %{z:.4g}<br>effect %{customdata:.4g}<extra>%{fullData.name}</extra>",
+        )  # fmt: skip
+        drawn.add_trace(panel, row=1, col=place + 1)
+    drawn.update_xaxes(title="layer")
+    drawn.update_yaxes(autorange="reversed")
+    return _sized(drawn, len(names), len(grid.hooks))
+
+
+def capture_figure(reader: "CaptureReader", hook: str | None, request: int) -> Any:
+    """Norms of captured rows: tokens by layers. Logarithmic colours: the first token's rows are often a hundred times as long."""
+    module = plotly()
+    layers = reader.layers(request, hook)
+    norms = np.stack([np.linalg.norm(reader.array(layer, hook, request), axis=-1) for layer in layers])  # [layers, positions]
+    names = _tokens(reader.positions(request), reader.words(request))
+    panel = module.graph_objects.Heatmap(
+        z=np.log10(np.maximum(norms, np.finfo(np.float32).tiny)).T, x=layers, y=names, customdata=norms.T, colorscale="Viridis",
+        colorbar={"title": "log10 of the norm"}, hovertemplate="%{y}<br>layer %{x}<br>norm %{customdata:.4g}<extra></extra>",
+    )  # fmt: skip
+    drawn = module.graph_objects.Figure(panel)
+    drawn.update_xaxes(title="layer")
+    drawn.update_yaxes(autorange="reversed")
+    return _sized(drawn, len(names), 1)
+
+
+def lens_figure(lens: "Lens") -> Any:
+    """The probability of the most likely next token: layers by positions; all top tokens under the pointer."""
+    module = plotly()
+    found = [
+        [
+            "<br>".join(f"{_text(repr(lens.word(token)))} {np.exp(logprob):.1%}" for token, logprob in zip(*cell, strict=True))
+            for cell in zip(tokens, logprobs, strict=True)
+        ]
+        for tokens, logprobs in zip(lens.tokens, lens.logprobs, strict=True)
+    ]
+    names = _tokens(lens.positions, [lens.word(token) for token in lens.token_ids])
+    panel = module.graph_objects.Heatmap(
+        z=np.exp(lens.logprobs[:, :, 0]), x=names, y=lens.layers, text=found, zmin=0, zmax=1, colorscale="Viridis",
+        colorbar={"title": "probability"}, hovertemplate="layer %{y} at %{x}<br>%{text}<extra></extra>",
+    )  # fmt: skip
+    drawn = module.graph_objects.Figure(panel)
+    drawn.update_yaxes(title="layer")
+    return _sized(drawn, len(lens.layers), 2)
+
+
+def _sized(drawn: Any, rows: int, panels: int) -> Any:
+    drawn.update_layout(height=_ROW * rows + _AROUND, width=_WIDTH * panels + _AROUND, template="plotly_white")
+    return drawn
+
+
+def _tokens(positions: Sequence[int], words: Sequence[str]) -> list[str]:
+    return [_text(f"{position} {word}") for position, word in zip(positions, words, strict=True)]
+
+
+def _text(text: str) -> str:
+    """As plotly shows it letter by letter: it reads tags in labels."""
+    return escape(repr(text)[1:-1])
+
+
+#: Name of the type → its figure.
+FIGURES: dict[str, Callable[..., Any]] = {"Grid": grid_figure, "CaptureReader": capture_figure, "Lens": lens_figure}

@@ -1,0 +1,203 @@
+"""What notebooks show and convert: HTML of every kind of result, escaped; pandas, xarray and plotly; and what is said without them."""
+
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from capture_kit import finished, values, write
+from sweep_kit import FAILED, LAYERS, PEAK, pair, result
+
+from midstream import CaptureReader, Client, Mapped, MidstreamError
+from midstream.client.notebook import Listing, install
+from midstream.client.render.notebook import html
+from midstream.client.sdk.grid import Grid, grid_of
+from midstream.client.sdk.lens import Lens
+from midstream.schemas import base
+from midstream.schemas.errors import Problem
+from midstream.schemas.jobs import CaptureResults, JobPage, JobResult, JobView, Output, State
+from midstream.schemas.steering import EntryView, GlobalView, ModuleView
+
+#: Markup of HTML, of attributes and of rich; a link of rich would become one of HTML.
+HOSTILE = "<script>alert(1)</script>\"' onload=x &amp; [link=javascript:alert(1)]x[/link] [bold]"
+
+
+class Tags(HTMLParser):
+    """The tags and attributes that a browser would see."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.names: set[str] = set()
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.add(tag)
+        self.names |= {name for name, _ in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(autouse=True)
+def shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "html_renderer", None)
+    install()
+
+
+def view(**given: Any) -> JobView:
+    known = {"id": "job_x", "kind": "generate", "model": "m", "state": State.SUCCEEDED, "attempt": 1, "version": 1, "created": 1.0}
+    return JobView(**known | given)  # type: ignore[arg-type]
+
+
+def job_result(text: str) -> JobResult:
+    output = Output(index=0, text=text, token_ids=[1], finish_reason="length", prompt_tokens=1)
+    captures = CaptureResults(status="not_requested", job="job_x")
+    state = State.SUCCEEDED
+    return JobResult(id="job_x", model="m", state=state, outputs=[output], capture_results=captures, determinism=None, attempt=1)
+
+
+def module(name: str, description: str = "") -> ModuleView:
+    entry = EntryView(op="add", hook="post_block", layers=[1], positions="all", tensors=["ab"], scale=1.0, numbers=[])
+    return ModuleView(name=name, model="m", digest="d" * 64, entries=[entry], bytes=10, created=0.0, description=description)
+
+
+def reader(folder: Path) -> CaptureReader:
+    write(folder, finished(sites={"post_block": [2, 3]}, positions=[0, 1, 2]))
+    return CaptureReader(folder / "tag" / "job_x")
+
+
+def lens(word: str) -> Lens:
+    tokens = np.arange(4).reshape(2, 1, 2)
+    logprobs = np.log(np.full((2, 1, 2), 0.25, np.float32))
+    empty = np.zeros((2, 1, 0))
+    return Lens("job_x", "post_block", [0, 1], [5], [7], tokens, logprobs, [], empty, empty, {7: word, 0: word, 1: "b"})
+
+
+def hostile_grid() -> Grid:
+    labels = [HOSTILE, *(f" {letter}" for letter in "abcde")]
+    return grid_of(result(pair(labels=labels, base_tokens=labels)))
+
+
+# --- HTML ---
+
+
+def test_everything_that_calls_return_has_html(tmp_path: Path) -> None:
+    pages = {
+        "job": view()._repr_html_(),
+        "page of jobs": JobPage(jobs=[view()])._repr_html_(),
+        "result": job_result("Paris")._repr_html_(),
+        "module": module("joy")._repr_html_(),
+        "modules": Listing([module("joy"), module("fear")])._repr_html_(),
+        "grid": grid_of(result())._repr_html_(),
+        "sweep": result()._repr_html_(),
+        "capture": reader(tmp_path)._repr_html_(),
+        "mapped": Mapped(0, "The", job_result("Paris"), 0, True)._repr_html_(),
+        "lens": lens("a")._repr_html_(),
+    }
+    words = {"job": "job_x", "page of jobs": "succeeded", "result": "Paris", "module": "joy", "modules": "fear", "grid": "Strongest"}
+    for name, page in pages.items():
+        assert page is not None, name
+        assert Tags(page).found <= {"pre", "span", "img"}, name
+        assert words.get(name, "") in Tags(page).text, name
+
+
+def test_records_without_a_table_and_empty_lists_are_shown_as_text() -> None:
+    problem = Problem(type="t", title="t", status=400, detail="d")
+    assert (problem._repr_html_(), Listing()._repr_html_(), Listing([1])._repr_html_()) == (None, None, None)
+
+
+def test_nothing_is_rendered_before_a_client_is_made() -> None:
+    program = "import midstream, sys; from midstream.schemas.jobs import JobPage; assert JobPage(jobs=[])._repr_html_() is None"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd="/")
+    assert Client("http://127.0.0.1:1")
+    assert view()._repr_html_()
+
+
+def test_what_a_server_says_is_escaped() -> None:
+    entry = GlobalView(model=HOSTILE, version=1, digest="d", entries=[], changed=0.0, applied=False, workers=[])
+    problem = Problem(type="t", title="t", status=500, detail=HOSTILE)
+    pages = [
+        view(id=HOSTILE, model=HOSTILE, worker=HOSTILE, error=problem)._repr_html_(),
+        JobPage(jobs=[view(id=HOSTILE, model=HOSTILE)])._repr_html_(),
+        job_result(HOSTILE)._repr_html_(),
+        module(HOSTILE, HOSTILE)._repr_html_(),
+        Listing([module(HOSTILE, HOSTILE)])._repr_html_(),
+        entry._repr_html_(),
+        Mapped(0, HOSTILE, job_result(HOSTILE), 0, True)._repr_html_(),
+        hostile_grid()._repr_html_(),
+        lens(HOSTILE)._repr_html_(),
+        html('[link=x"><script>]text[/link]'),
+    ]
+    for number, page in enumerate(pages):
+        assert page is not None
+        seen = Tags(page)
+        assert seen.found <= {"pre", "span", "img"}, number
+        assert seen.names <= {"style", "alt", "src"}, number
+
+
+# --- pandas, xarray, plotly ---
+
+
+def test_captures_become_data_frames_and_labelled_arrays(tmp_path: Path) -> None:
+    pytest.importorskip("xarray")
+    opened = reader(tmp_path)
+    frame = opened.to_pandas()
+    assert frame.index.names == ["request", "layer", "position"]
+    assert list(frame.columns[:2]) == ["token", "token_id"]
+    np.testing.assert_array_equal(frame.loc[(0, 3, 1)][2:].to_numpy(np.float32), values("post_block", 3, [1])[0])
+    array = opened.to_xarray()
+    assert (array.dims, array.dtype) == (("layer", "position", "dim"), np.float32)
+    np.testing.assert_array_equal(array.sel(layer=2), values("post_block", 2, [0, 1, 2]))
+    assert list(array.token.values) == [str(token) for token in opened.token_ids()]
+    assert array.attrs["job"] == "job_x"
+
+
+def test_grids_become_data_frames_and_labelled_arrays() -> None:
+    pytest.importorskip("xarray")
+    grid = grid_of(result())
+    frame = grid.to_pandas()
+    assert len(frame) == sum(1 for _ in grid.cells())
+    top = frame.loc[frame.effect.abs().idxmax()]
+    assert (top.layer, top.column) == PEAK
+    dataset = grid.to_xarray()
+    assert dataset.value.shape == (2, len(LAYERS), len(grid.labels))
+    cell = dataset.effect.sel(hook="pre_attn", layer=PEAK[0], column=PEAK[1])
+    assert float(cell) == grid.effects["pre_attn"][PEAK]
+    assert np.isnan(dataset.value.sel(hook="pre_attn", layer=FAILED[0], column=FAILED[1]))
+    assert dataset.attrs["metric"] == "recovered"
+
+
+def test_figures_of_plotly_show_the_same_values_and_no_markup(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    grid = hostile_grid()
+    drawn = grid.plotly()
+    np.testing.assert_array_equal(np.array(drawn.data[0].z, float), grid.values["pre_attn"].T)
+    assert len(drawn.data) == len(grid.hooks)
+    opened = reader(tmp_path)
+    norms = np.array(opened.plotly().data[0].customdata, float)
+    np.testing.assert_allclose(norms[:, 1], np.linalg.norm(opened.array(3), axis=-1))
+    read = lens(HOSTILE).plotly()
+    assert not any("<script" in str(text) for text in (*drawn.data[0].y, *read.data[0].x, read.data[0].text[0][0]))
+    assert "25.0%" in read.data[0].text[0][0]
+
+
+@pytest.mark.parametrize(("package", "call"), [("pandas", "to_pandas"), ("xarray", "to_xarray"), ("plotly", "plotly")])
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, call: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    for each in (grid_of(result()), reader(tmp_path)):
+        with pytest.raises(MidstreamError, match=rf"{package}.*pip install 'midstream\[notebook\]'") as caught:
+            getattr(each, call)()
+        assert caught.value.kind == "unavailable"
+
+
+def test_importing_the_client_loads_none_of_them() -> None:
+    program = (
+        "import sys, midstream; midstream.Client('http://127.0.0.1:1'); midstream.CaptureReader; midstream.PatchStudy;"
+        "print({'pandas', 'xarray', 'plotly', 'matplotlib'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/").stdout == "set()\n"
