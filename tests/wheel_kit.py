@@ -32,6 +32,7 @@ TORCH = "torch-cpu.lock"
 EXTRAS: dict[str, Extra] = {
     "client": Extra("import midstream; midstream.Client; midstream.PatchStudy; import midstream.client.cli.main", ("client.lock",)),
     "plots": Extra("import matplotlib.pyplot, pandas"),
+    "notebook": Extra("import pandas, plotly, xarray, midstream.client.captures.tables"),
     "probes": Extra("import midstream.client.probes, sklearn.linear_model"),
     "harvest": Extra("import midstream.client.harvest, pyarrow.parquet"),
     "lens": Extra("import transformer_lens", (TORCH, "lens.lock")),
