@@ -22,6 +22,7 @@ AGREED = re.compile(r"determinism: consistent, 1 rank in 1 stage of 1 worker, ch
 
 # field case 19
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_the_demo_runs_from_the_wheel_and_leaves_valid_files(tmp_path: Path) -> None:
     wheel = wheel_kit.built(wheel_kit.exported(tmp_path / "source"), tmp_path / "wheel")
     shutil.rmtree(tmp_path / "source")

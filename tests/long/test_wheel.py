@@ -35,7 +35,7 @@ def client(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def packaged() -> set[str]:
     """What git tracks of the package, as an installation names it."""
-    files = {path for path in tracked() if path.parts[0] in PACKAGES or str(path) in ("__init__.py", "py.typed")}
+    files = {path for path in tracked() if path.parts[0] in PACKAGES or (len(path.parts) == 1 and path.suffix in (".py", ".typed"))}
     return {f"midstream/{path}" for path in files}
 
 
