@@ -190,8 +190,8 @@ $(LIGHT:%=.cache/%/.ready): .cache/%/.ready: requirements/%.lock | $(READY)
 docs: .cache/docs/.ready ## build the documentation as a site in .cache/site; links and anchors are checked
 	@echo "== documentation"
 	@mkdir -p .cache/docs/package/midstream
-	@ln -sfn $(foreach name,$(PACKAGES) __init__.py,"$(CURDIR)/$(name)") .cache/docs/package/midstream/
-	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=.cache/docs/package .cache/docs/bin/mkdocs build --quiet
+	@ln -sfn $(foreach name,$(PACKAGES) $(wildcard *.py),"$(CURDIR)/$(name)") .cache/docs/package/midstream/
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=.cache/docs/package .cache/docs/bin/mkdocs build
 	@echo "  .cache/site/index.html"
 
 sae: .cache/sae/.ready ## install SAELens, which examples/train_sae.py trains with, in .cache/sae
