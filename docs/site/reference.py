@@ -10,22 +10,20 @@ import typer
 from typer.cli import get_docs_for_click
 
 METHODS = ("get", "post", "put", "patch", "delete")
-LANGUAGE_OF_CHOICE = " or "
+OR = " or "
 
 
 def python() -> str:
     """Every public name of the package, for mkdocstrings, which reads its docstring without importing it."""
-    package = import_module("midstream")
-    found = {name: getattr(package, name) for name in package.__all__ if not name.startswith("__")}
-    parts = ["# Python", "Every name of `midstream`; [the client's page](../client.md) shows its use."]
-    for name, value in found.items():
-        parts.append(
-            f"::: {getattr(value, '__module__', None) or 'midstream.client'}.{name}" if isinstance(value, type) else f"::: {_home(value)}"
-        )
+    parts = ["# Python", "Every name of `midstream` and `midstream.lens`; [the client's page](../client.md) shows their use."]
+    for package in map(import_module, ("midstream", "midstream.lens")):
+        values = [getattr(package, name) for name in package.__all__ if not name.startswith("__")]
+        parts += [f"::: {_home(value)}" for value in values]
     return "\n\n".join(parts) + "\n"
 
 
 def _home(value: Any) -> str:
+    """Where a class, a function or a module is defined."""
     return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else value.__name__
 
 
@@ -61,7 +59,7 @@ def _operation(path: str, method: str, operation: dict[str, Any]) -> str:
         (
             status,
             _cell(answer.get("description", "")),
-            LANGUAGE_OF_CHOICE.join(_type(body.get("schema", {})) for body in answer.get("content", {}).values()),
+            OR.join(_type(body.get("schema", {})) for body in answer.get("content", {}).values()),
         )
         for status, answer in operation["responses"].items()
     ]
@@ -91,15 +89,15 @@ def _type(schema: dict[str, Any]) -> str:
         return f"[{name}](#{name.lower().replace('.', '')})"
     for choice in ("anyOf", "oneOf"):
         if choice in schema:
-            return LANGUAGE_OF_CHOICE.join(dict.fromkeys(map(_type, schema[choice])))
+            return OR.join(dict.fromkeys(map(_type, schema[choice])))
     if "enum" in schema or "const" in schema:
-        return LANGUAGE_OF_CHOICE.join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
+        return OR.join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
     kind = schema.get("type", "any")
     if kind == "array":
         return f"array of {_type(schema.get('items') or {})}" + _bounds(schema)
     if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
         return f"object of {_type(schema['additionalProperties'])}"
-    return (LANGUAGE_OF_CHOICE.join(kind) if isinstance(kind, list) else kind) + _bounds(schema)
+    return (OR.join(kind) if isinstance(kind, list) else kind) + _bounds(schema)
 
 
 #: Bound of a schema → how it is written.

@@ -71,10 +71,13 @@ def test_links_of_the_site_lead_to_pages_and_anchors(pages: dict[Path, Reference
 
 def test_references_of_the_site_have_every_command_endpoint_and_name(pages: dict[Path, References]) -> None:
     import midstream
+    import midstream.lens
 
     python, cli, http = ((SITE / "reference" / f"{name}.html").read_text() for name in ("python", "cli", "http"))
     missing = [
-        name for name in midstream.__all__ if not name.startswith("__") and not re.search(rf'id="midstream\.[\w.]*\b{name}"', python)
+        name
+        for name in [*midstream.__all__, *midstream.lens.__all__]
+        if not name.startswith("__") and not re.search(rf'id="midstream\.[\w.]*\b{name}"', python)
     ]
     assert missing == []
     assert re.search(r'id="[\w.]*\.Client\.sweep"', python), "calls that the client inherits from its groups"
