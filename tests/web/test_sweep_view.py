@@ -149,6 +149,15 @@ def test_a_form_opened_before_a_model_is_served_gets_it_later(site: Site, visit:
     expect(visit.page.get_by_label("Model", exact=True)).to_have_value(MODEL)
 
 
+@pytest.mark.parametrize("view", ["capture", "playground"])
+def test_other_forms_opened_before_a_model_is_served_get_it_later(site: Site, visit: Visit, view: str) -> None:
+    visit.page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": []}))
+    visit.log_in(site.alice, view)
+    expect(visit.page.get_by_text("No model is served.")).to_be_visible()
+    visit.page.unroute("**/v1/models")
+    expect(visit.page.get_by_label("Model", exact=True)).to_have_value(MODEL)
+
+
 @pytest.mark.parametrize(
     ("field", "wrong", "words"),
     [

@@ -2,6 +2,7 @@
 
 import { del, get, post } from "../lib/api.js";
 import { Button, Empty, Field, Problem, html, useEffect, useRef, useState } from "../lib/ui.js";
+import { useModels } from "../lib/models.js";
 import { age, bytes, number } from "../lib/format.js";
 import { Shown } from "./captured.js";
 
@@ -13,20 +14,13 @@ const FIELDS = { prompts: "prompt", "capture.hook": "layers", "capture.layers": 
 const fieldOf = (field) => (Object.entries(FIELDS).find(([name]) => (field || "").startsWith(name)) || [])[1] || null;
 
 function Form() {
-  const [models, setModels] = useState(null);
   const [form, setForm] = useState({ model: "", prompt: "The Eiffel Tower is located in the city of", hooks: [], layers: "all", positions: "all_prompt", max_tokens: 1, tag: "page" });
   const [error, setError] = useState(null);
+  const models = useModels(setError);
   useEffect(() => {
-    const stop = new AbortController();
-    get("/v1/models", { signal: stop.signal }).then(
-      ({ data }) => {
-        setModels(data);
-        if (data[0]) setForm((known) => ({ ...known, model: data[0].id, hooks: data[0].hooks.includes("post_block") ? ["post_block"] : data[0].hooks.slice(0, 1) }));
-      },
-      (failure) => stop.signal.aborted || setError(failure),
-    );
-    return () => stop.abort();
-  }, []);
+    const [first] = models || [];
+    if (first) setForm((known) => ({ ...known, model: first.id, hooks: first.hooks.includes("post_block") ? ["post_block"] : first.hooks.slice(0, 1) }));
+  }, [models]);
   const set = (name) => (event) => setForm({ ...form, [name]: event.target.value });
   const model = (models || []).find(({ id }) => id === form.model);
   const at = error && fieldOf(error.field);

@@ -4,6 +4,7 @@ import { get } from "../lib/api.js";
 import { Button, Copy, Empty, Field, Problem, html, useEffect, useRef, useState } from "../lib/ui.js";
 import { codeOf, fieldOf, steeringOf } from "../lib/playground_request.js";
 import { Stream, sides } from "../lib/playground_stream.js";
+import { useModels } from "../lib/models.js";
 import { Chips, Legend } from "../lib/chips.js";
 
 const FOUND = 8; // modules that are offered at a time
@@ -74,7 +75,6 @@ function Pane({ title, side, limit, values, colour }) {
 }
 
 export default function View({ session }) {
-  const [models, setModels] = useState(null);
   const [modules, setModules] = useState([]);
   const [probes, setProbes] = useState([]);
   const [form, setForm] = useState(BEGIN);
@@ -84,20 +84,11 @@ export default function View({ session }) {
   const stream = useRef(null);
   const shown = useRef({ sides: sides(), colour: null });
 
+  const models = useModels(setError);
   useEffect(() => {
-    const stop = new AbortController();
-    get("/v1/models", { signal: stop.signal }).then(
-      ({ data }) => {
-        setModels(data);
-        if (data[0]) setForm((known) => ({ ...known, model: data[0].id }));
-      },
-      (failure) => stop.signal.aborted || setError(failure),
-    );
-    return () => {
-      stop.abort();
-      if (stream.current) stream.current.close();
-    };
-  }, []);
+    if (models && models[0]) setForm((known) => ({ ...known, model: models[0].id }));
+  }, [models]);
+  useEffect(() => () => stream.current && stream.current.close(), []);
 
   // What belongs to a model goes with it: its modules, its probes, and what it was saying.
   useEffect(() => {

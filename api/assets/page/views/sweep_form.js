@@ -2,6 +2,7 @@
 
 import { get, post } from "../lib/api.js";
 import { Button, Field, Problem, html, useCallback, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
+import { useModels } from "../lib/models.js";
 import { count, number } from "../lib/format.js";
 import { hookTitle, written } from "../lib/grid.js";
 import { layout, linksOf } from "../lib/align.js";
@@ -9,8 +10,6 @@ import { EXAMPLE, TEXTS, blankForm, emptyPair, formOf, lacking, requestOf } from
 
 /** Milliseconds without a key before the server is asked. */
 const PAUSE = 300;
-/** Milliseconds until the next look for a model while none is served: after a start, loading one takes a minute. */
-const NO_MODEL_MS = 2000;
 const MOST_PAIRS = 256;
 const CHOICES = {
   metric: { recovered: "recovered: share of the way", logit_diff: "logit_diff: log P(answer) − log P(foil)", logprob: "logprob: log P(answer)", kl: "kl: any change of the next token" },
@@ -28,43 +27,30 @@ function ours(name) {
 }
 
 export default function Form({ like }) {
-  const [models, setModels] = useState([]);
   const [form, setForm] = useState(null);
   const [problem, setProblem] = useState(null);
+  const models = useModels((error) => (setProblem(error), setForm((known) => known || blankForm())));
   const [plan, setPlan] = useState({});
   const sent = useRef({});
 
   useEffect(() => {
+    if (!like) return undefined;
     const stop = new AbortController();
-    const failed = (error) => {
-      if (error.name === "AbortError") return;
-      setProblem(error);
-      setForm((known) => known || blankForm());
-    };
-    let timer = null;
-    let filled = false; // with the request of another sweep
-    const load = async () => {
-      const { data } = await get("/v1/models", { signal: stop.signal });
-      setModels(data);
-      if (!data.length) timer = setTimeout(() => load().catch(failed), NO_MODEL_MS);
-      if (like && !filled) {
-        const { request } = await get(`/v1/sweeps/${encodeURIComponent(like)}`, { signal: stop.signal });
-        if (!request) throw new Error("the server that accepted this sweep did not keep its request");
-        setForm(formOf(request));
-        filled = true;
-        return;
-      }
-      if (filled) return;
-      const [first] = data;
-      const hooks = first && first.hooks.includes("post_block") ? ["post_block"] : [];
-      setForm((known) => (known ? { ...known, model: known.model || (first ? first.id : ""), hooks: known.hooks.length || known.model ? known.hooks : hooks } : blankForm(first ? first.id : "", hooks)));
-    };
-    load().catch(failed);
-    return () => {
-      stop.abort();
-      clearTimeout(timer);
-    };
+    get(`/v1/sweeps/${encodeURIComponent(like)}`, { signal: stop.signal }).then(
+      ({ request }) => (request ? setForm(formOf(request)) : setProblem(new Error("the server that accepted this sweep did not keep its request"))),
+      (error) => stop.signal.aborted || (setProblem(error), setForm(blankForm())),
+    );
+    return () => stop.abort();
   }, [like]);
+  useEffect(() => {
+    if (!models) return;
+    const [first] = models;
+    const hooks = first && first.hooks.includes("post_block") ? ["post_block"] : [];
+    setForm((known) => {
+      if (!known) return like ? known : blankForm(first ? first.id : "", hooks);
+      return known.model || !first ? known : { ...known, model: first.id, hooks: known.hooks.length ? known.hooks : hooks };
+    });
+  }, [models, Boolean(form)]);
 
   const asked = useMemo(() => (form ? requestOf(form) : {}), [form]);
   const wanting = form ? lacking(asked) : "";
@@ -114,7 +100,7 @@ export default function Form({ like }) {
       setProblem(failure);
     }
   };
-  const model = models.find((each) => each.id === form.model);
+  const model = (models || []).find((each) => each.id === form.model);
   const example = () => {
     setProblem(null);
     const hooks = EXAMPLE.hooks.filter((name) => !model || model.hooks.includes(ours(name)));
@@ -129,7 +115,7 @@ export default function Form({ like }) {
       <p><${Button} kind="small" disabled=${form.pairs.length >= MOST_PAIRS} onClick=${() => change("pairs", [...form.pairs, emptyPair()])}>Add a pair<//></p>
       <div class="fields">
         <${Field} label="Model" error=${told.model}>${(id) => html`<select id=${id} value=${form.model} onChange=${(event) => change("model", event.target.value)}>
-          ${[...new Set([...models.map((each) => each.id), form.model])].map((name) => html`<option value=${name}>${name || "no model is served"}</option>`)}
+          ${[...new Set([...(models || []).map((each) => each.id), form.model])].map((name) => html`<option value=${name}>${name || "no model is served"}</option>`)}
         </select>`}<//>
         <${Text} name="layers" label="Layers" hint="all, 3, 0-5 or 0-5,9,-1" form=${form} told=${told} change=${change} />
         <${Text} name="positions" label="Positions of the patched prompt" hint="all_prompt, last_prompt, 0,5,-1 or 5:9" form=${form} told=${told} change=${change} />
