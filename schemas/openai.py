@@ -289,7 +289,7 @@ class ChatLogprob(Record):
     token: str
     logprob: float
     bytes: list[int] | None
-    top_logprobs: list["ChatLogprob"] = []
+    top_logprobs: list["ChatLogprob"] | UnsetType = UNSET  # of a generated token
 
 
 class ChatLogprobs(Record):

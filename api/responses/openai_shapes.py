@@ -126,8 +126,15 @@ def _stop_reason(output: Output) -> int | str | None:
     return None if isinstance(output.stop_reason, UnsetType) else output.stop_reason
 
 
-def _shown(token: TokenLogprob, wanted: Wanted) -> str:
+def shown(token: TokenLogprob, wanted: Wanted) -> str:
+    """How log-probabilities name a token."""
     return f"token_id:{token.token_id}" if wanted.tokens_as_ids else token.token
+
+
+def prompt_texts(prompt: Prompted, wanted: Wanted) -> list[str]:
+    """How log-probabilities name the tokens of a prompt; its first has none itself."""
+    first = f"token_id:{prompt.token_ids[0]}" if wanted.tokens_as_ids else prompt.first
+    return [first if token is None else shown(token, wanted) for token in prompt.logprobs or []]
 
 
 def _in_order(token: TokenLogprob) -> list[TokenLogprob]:
@@ -167,7 +174,7 @@ def _completion_delta(index: int, news: News, wanted: Wanted) -> CompletionChoic
         logprobs=None if wanted.logprobs is None else _completion_logprobs(logprobs, wanted, before, news.offset),
         finish_reason=None,
         token_ids=news.ids if wanted.token_ids else UNSET,
-        prompt_token_ids=prompt.token_ids if prompt is not None and wanted.token_ids else UNSET,
+        prompt_token_ids=prompt.token_ids if prompt is not None and (wanted.token_ids or wanted.echo) else UNSET,
     )
 
 
@@ -180,18 +187,17 @@ def _completion_finish(output: Output, wanted: Wanted) -> CompletionChoice:
 def _completion_logprobs(generated: Sequence[TokenLogprob], wanted: Wanted, before: Prompted | None, at: int) -> CompletionLogprobs:
     """Of the prompt's tokens and the generated ones. A prompt's first has none."""
     tokens: list[TokenLogprob | None] = [*((before.logprobs or []) if before else []), *generated]
-    first = f"token_id:{before.token_ids[0]}" if before and wanted.tokens_as_ids else before.first if before else ""
-    shown = [first if token is None else _shown(token, wanted) for token in tokens]
+    texts = [*(prompt_texts(before, wanted) if before else []), *(shown(token, wanted) for token in generated)]
     offsets = []
-    for text in shown:
+    for text in texts:
         offsets.append(at)
         at += len(text)
     most = (wanted.logprobs or 0) + 1
     return CompletionLogprobs(
-        tokens=shown,
+        tokens=texts,
         token_logprobs=[None if token is None else token.logprob for token in tokens],
         top_logprobs=[
-            None if token is None else {_shown(other, wanted): other.logprob for other in _in_order(token)[:most]} for token in tokens
+            None if token is None else {shown(other, wanted): other.logprob for other in _in_order(token)[:most]} for token in tokens
         ],
         text_offset=offsets,
     )
@@ -244,10 +250,10 @@ def _chat_logprobs(tokens: Sequence[TokenLogprob], wanted: Wanted) -> ChatLogpro
 
 def _chat_logprob(token: TokenLogprob, wanted: Wanted) -> ChatLogprob:
     top = [
-        ChatLogprob(token=_shown(other, wanted), logprob=other.logprob, bytes=list(_shown(other, wanted).encode()))
+        ChatLogprob(token=shown(other, wanted), logprob=other.logprob, bytes=list(shown(other, wanted).encode()))
         for other in _in_order(token)[: wanted.logprobs or 0]
     ]
-    return ChatLogprob(token=_shown(token, wanted), logprob=token.logprob, bytes=list(token.token.encode()), top_logprobs=top)
+    return ChatLogprob(token=shown(token, wanted), logprob=token.logprob, bytes=list(token.token.encode()), top_logprobs=top)
 
 
 def _chat_opening(index: int, wanted: Wanted) -> ChatChunkChoice:

@@ -10,7 +10,7 @@ import msgspec
 
 from ...schemas.errors import MidstreamError
 from ...schemas.jobs import CallDelta, Event, Prompted, Said, TokenLogprob
-from .openai_shapes import News, Wanted
+from .openai_shapes import News, Wanted, prompt_texts, shown
 
 Part = TypeVar("Part", str, list[Any])
 
@@ -64,9 +64,8 @@ class Sent:
         has.ids += news.ids
         has.logprobs += news.logprobs
         has.prompt = has.prompt or news.prompt
-        before = news.prompt if wanted.echo else None
-        tokens = [before.first if token is None else token.token for token in before.logprobs or []] if before else []
-        has.offset += sum(map(len, tokens)) + sum(len(token.token) for token in news.logprobs)
+        before = prompt_texts(news.prompt, wanted) if wanted.echo and news.prompt else []
+        has.offset += sum(map(len, [*before, *(shown(token, wanted) for token in news.logprobs)]))
 
 
 def _note(calls: list[CallDelta], new: CallDelta) -> None:

@@ -99,7 +99,7 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
 
 
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:
-    choice = {**choice, **choice.pop("message", {})}
+    choice = {**choice.pop("message", {}), **choice}
     choice["tool_calls"] = [_call(number, call) for number, call in enumerate(choice.get("tool_calls") or [])] or None
     return choice
 
@@ -117,7 +117,7 @@ def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
             if name != "choices" and value is not None:
                 whole[name] = value
         for part in chunk["choices"]:
-            part = {**part, **part.pop("delta", {})}
+            part = {**part.pop("delta", {}), **part}
             known = whole["choices"].setdefault(str(part["index"]), {"index": part["index"]})
             _extend(known, part)
     for choice in whole["choices"].values():

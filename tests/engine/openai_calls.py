@@ -1,6 +1,6 @@
 """The calls that `benchmarks/openai_compare.py` sends to stock vLLM's server and to Midstream: a name, a path and a body each.
 
-`REFUSED`, `LIMITED` and `STRICT` are differences by design: Midstream answers 400 to what stock vLLM's server accepts.
+`REFUSED`, `STRICT` and `LENIENT` are differences by design.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ COMPLETION, CHAT = "completions", "chat/completions"
 #: Why an answer differs by design; the page lists the calls under it.
 REFUSED = "a field that Midstream does not serve is a 400 that names it; stock serves it, or ignores it"
 STRICT = "an unknown field is a 400 that names it; stock ignores it"
-LIMITED = "OpenAI's own bounds hold; stock accepts what vLLM's sampler can compute"
+LENIENT = "an empty `suffix` asks for nothing; stock refuses any"
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,8 @@ TOOLS: dict[str, dict[str, Any]] = {
 }
 #: What both refuse, with the same status.
 BAD: dict[str, dict[str, Any]] = {
-    "n 0": {"n": 0}, "n greedy": {"n": 2}, "n text": {"n": "two"}, "temperature": {"temperature": -1}, "top_p 0": {"top_p": 0},
+    "n 0": {"n": 0}, "n greedy": {"n": 2}, "n text": {"n": "two"}, "temperature": {"temperature": -1},
+    "very hot": {"temperature": 5}, "top_p 0": {"top_p": 0},
     "top_p": {"top_p": 1.5}, "min_p": {"min_p": 2}, "repetition": {"repetition_penalty": 0}, "presence": {"presence_penalty": 3},
     "frequency": {"frequency_penalty": -3}, "max_tokens": {"max_tokens": 5000}, "negative": {"max_tokens": -1},
     "min_tokens": {"min_tokens": 9, "max_tokens": 8}, "bias": {"logit_bias": {"99999999": 1}}, "bias key": {"logit_bias": {"a": 1}},
@@ -198,6 +199,7 @@ BAD: dict[str, dict[str, Any]] = {
 BAD_COMPLETION: dict[str, dict[str, Any]] = {
     "no prompt": {"prompt": None}, "empty": {"prompt": ""}, "ids": {"prompt": [99999999]}, "mixed": {"prompt": [1, "a"]},
     "long": {"prompt": "word " * 1100}, "logprobs": {"logprobs": 21}, "logprobs -2": {"logprobs": -2}, "max_tokens 0": {"max_tokens": 0},
+    "suffix": {"suffix": "end"},
 }  # fmt: skip
 BAD_CHAT: dict[str, dict[str, Any]] = {
     "no messages": {"messages": []}, "role": {"messages": [{"role": 7, "content": "a"}]}, "top_logprobs": {"top_logprobs": 2},
@@ -211,7 +213,6 @@ BY_DESIGN: dict[str, tuple[dict[str, Any], str]] = {
     "truncated": ({"truncate_prompt_tokens": 2}, REFUSED),
     "unknown field": ({"colour": "red"}, STRICT),
     "unknown option": ({"stream": True, "stream_options": {"colour": True}}, STRICT),
-    "very hot": ({"temperature": 5, "seed": 1}, LIMITED),
 }
 
 
@@ -236,7 +237,7 @@ def _completions() -> Iterator[Call]:
     yield from call("prompt_logprobs", prompt_logprobs=2)
     yield from call("echo of token ids", prompt=[504, 2644, 314], echo=True, logprobs=1)
     yield from call("echo of several", prompt=list(PROMPTS[:2]), echo=True, logprobs=1)
-    yield from call("suffix", suffix="")
+    yield from call("suffix", LENIENT, suffix="")
     for name, body in {**SAMPLING, **ALTERNATIVES}.items():
         yield from call(name, **body)
     yield from call("with usage", stream=True, stream_options={"include_usage": True})
@@ -271,5 +272,4 @@ def _refused() -> Iterator[Call]:
             yield Call(f"{path}, refused: {name}", path, {**plain[path], **body})
         for name, (body, why) in BY_DESIGN.items():
             yield Call(f"{path}, by design: {name}", path, {**plain[path], **body}, why)
-    yield Call("completions, by design: suffix", COMPLETION, {**plain[COMPLETION], "suffix": "end"}, REFUSED)
     yield Call("chat/completions, by design: reasoning_effort", CHAT, {**plain[CHAT], "reasoning_effort": "low"}, REFUSED)
