@@ -26,7 +26,7 @@ SHARING = tuple(
     for name in (
         "attention", "block_keys", "capture_rows", "global_order", "graded_tokens", "inside", "installed_ops", "interventions",
         "lens", "lora", "modes", "executed", "features", "patching", "patching_cells", "prefix_cache", "probes", "non_finite",
-        "rank_calls", "readers", "reentry", "steering_rows", "token_ranges", "formats",
+        "rank_calls", "readers", "reentry", "steering_rows", "token_ranges",
     )
 )  # fmt: skip
 
