@@ -88,8 +88,8 @@ def test_token_ids_and_conversations_are_mapped() -> None:
 def test_long_prompts_are_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping, "JOB_BYTES", 10)
     jobs = Jobs()
-    mapped(jobs, ["a", "b" * 20, "c", "d"])
-    assert [len(body["prompts"]) for body in jobs.bodies] == [1, 1, 2]
+    mapped(jobs, ["a", "b" * 20, "c", "d"], in_flight=1)
+    assert ([len(body["prompts"]) for body in jobs.bodies], jobs.most) == ([1, 1, 2], 1)
 
 
 # --- Refusals and failures ---
