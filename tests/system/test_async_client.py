@@ -40,7 +40,7 @@ async def refused(call: Awaitable[Any], kind: str) -> None:
 async def jobs(client: AsyncClient) -> None:
     assert await client.ready()
     assert await client.models() == ["fake"]
-    assert (await client.model("fake")).num_layers == NUM_LAYERS
+    assert (await client.model("fake"))["num_layers"] == NUM_LAYERS
     job = await client.submit(prompts=["hello", "you"], capture=CAPTURE, max_tokens=3)
     assert [event.event async for event in client.events(job)][-1] == "done"
     assert (await client.wait(job, timeout=120)).state == (await client.job(job)).state == State.SUCCEEDED
