@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -110,16 +110,23 @@ class Verdict:
             self.short.append(claim)
 
 
-def run_demo(keep: Path | None = None, console: Console | None = None) -> int:
-    """The demo; its exit code. `keep`: the data directory, by default `demo/` in the setting `data_dir`, re-created."""
+def run_demo(data: Path | None = None, console: Console | None = None, *, keep: bool = False) -> int:
+    """The demo; its exit code. `data`: the data directory, by default `demo/` in the setting `data_dir`, re-created.
+
+    `keep`: leave the stack and its page open until Ctrl-C.
+    """
     console = console or Console(highlight=False)
     began = time.monotonic()
     console.rule(f"[bold]Midstream {__version__}[/]: activation capture, steering and patching on stock vLLM")
-    settings = _settings(keep, console)
+    settings = _settings(data, console)
     with _sigterm_as_interrupt(), _started(settings, console) as stack, Client(stack.url, stack.settings.admin_key) as client:
         verdict = Verdict(console)
         job = demonstrate(client, Path(stack.settings.data_dir), console, verdict)
         console.print()
+        _line(console, f"the page: [bold]{stack.url}/[/]" + (" · open until Ctrl-C" if keep else " · [dim]--keep leaves it open[/]"))
+        if keep:
+            with suppress(KeyboardInterrupt):
+                signal.pause()
     ended = wait_for(lambda: not stack.survivors(), END_S)
     verdict.check(ended, "everything stopped, no process left behind")
     _farewell(console, stack.settings, job, time.monotonic() - began)

@@ -112,14 +112,15 @@ def up(
 
 @app.command()
 def demo(
-    keep: Annotated[Path | None, typer.Option(help="Keep data and captures in this folder.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Keep data and captures in this folder.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the stack and its page open until Ctrl-C.")] = False,
     url: Annotated[str | None, typer.Option(help="Use this running stack, which serves the demo model, instead of starting one.")] = None,
 ) -> None:
     """Start everything, capture, steer and patch a real model, check the results, stop. Exits non-zero if a check fails."""
     need("demo" if url is None else "client", "`midstream demo`")
     from .demo import run_demo, run_demo_at
 
-    raise typer.Exit(run_demo(keep) if url is None else run_demo_at(url, keep))
+    raise typer.Exit(run_demo(data, keep=keep) if url is None else run_demo_at(url, data))
 
 
 @model_app.command("fetch")

@@ -113,6 +113,7 @@ class Supervisor:
         from ...broker.ops.logs import redacted
 
         parts = [f"api {self.url}", f"openapi {self.url}/schema", f"flower {self.flower_url}" if self.flower_url else ""]
+        parts += [f"page {self.url}/"]
         parts += [f"redis {redacted(self.settings.redis_url)}", f"model {self.settings.served_model}", f"data {self.data}"]
         return f"midstream {__version__} ready: " + " · ".join(part for part in parts if part)
 

@@ -27,7 +27,7 @@ def test_the_demo_runs_from_the_wheel_and_leaves_valid_files(tmp_path: Path) -> 
     wheel = wheel_kit.built(wheel_kit.exported(tmp_path / "source"), tmp_path / "wheel")
     shutil.rmtree(tmp_path / "source")
     python = wheel_kit.borrowing(tmp_path / "env", wheel)
-    said = wheel_kit.run(python.parent / "midstream", "demo", "--keep", tmp_path / "kept", cwd=tmp_path)
+    said = wheel_kit.run(python.parent / "midstream", "demo", "--data", tmp_path / "kept", cwd=tmp_path)
     assert "✗" not in said
     for claim in CLAIMS:
         assert claim in said

@@ -219,7 +219,7 @@ def test_flower_without_a_password_checks_the_host_name(up: Up) -> None:
 
 def test_a_failing_demo_stops_what_it_started(tmp_path: Path) -> None:
     demo = Up(
-        tmp_path / "data", command=("demo", "--keep", str(tmp_path / "data"))
+        tmp_path / "data", command=("demo", "--data", str(tmp_path / "data"))
     )  # the fake engine is not the demo's model: it has other layers
     try:
         demo.until(lambda: (demo.data / STATE_FILE).exists() and "flower" in demo.state()["processes"])
