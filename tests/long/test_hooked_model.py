@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nbclient
 import numpy as np
 import pytest
+from notebooks import TUTORIALS, lines, peer_code, printed, read, shown
+from notebooks import difference as differs
 from safetensors import safe_open
 from stack import Stack
 from tree import ROOT
@@ -187,3 +190,26 @@ def test_the_server_deletes_the_rows_of_a_cache(model: HookedModel, golden: Gold
     with pytest.raises(MidstreamError) as caught:
         model.run_with_hooks(golden.prompt, [("blocks.0.hook_resid_post", ops.patch(cache))])
     assert caught.value.status in (400, 404, 410)
+
+
+# --- Tutorials -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_runs_and_prints_what_it_shows(path: Path, service: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDSTREAM_PUBLIC_URL", service.url)  # the kernel finds the stack by it
+    written, run = read(path), read(path)
+    nbclient.NotebookClient(
+        run, timeout=300, startup_timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    ).execute()
+    for cell, now in zip(written.cells, run.cells, strict=True):
+        if cell.cell_type != "code":
+            continue
+        assert cell.outputs or "print(" not in cell.source, "run benchmarks/tutorials.py --write"
+        assert differs(printed(cell), printed(now)) == ""
+        assert shown(cell) == shown(now)
+    assert lines(peer_code(written)) > 10
+
+
+def test_there_are_five_tutorials() -> None:
+    assert len(TUTORIALS) == 5
