@@ -3,19 +3,22 @@
     make lens                                                                     # TransformerLens' own environment
     midstream up --set hooks=all,inside --set dtype=float32 --set sae_dir=$PWD/examples/data/saes
     python benchmarks/tutorials.py            # the table of RESULTS.md
-    python benchmarks/tutorials.py --write    # the same, and writes outputs and figures of time into the notebooks
+    python benchmarks/tutorials.py --write    # the same, and writes outputs and figures into the notebooks
 
-Each side is a process of its own, from start to end. TransformerLens loads the model in it; Midstream's server has loaded it.
+Each side is a process of its own, from start to end. TransformerLens loads the model in it; Midstream's server, found as clients find it,
+has loaded it. CPU seconds are those of the process, and for Midstream also those of the server's processes meanwhile.
 """
 
 import argparse
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -24,51 +27,78 @@ import nbclient  # noqa: E402
 import nbformat  # noqa: E402
 from notebooks import TUTORIALS, code, difference, lines, peer_code, read  # noqa: E402
 
+from midstream.client.sdk import discovery  # noqa: E402
+from midstream.client.stack.processes import members  # noqa: E402
 from midstream.workers.demo_model import fetch_demo_model  # noqa: E402
 
 PEER = ROOT / ".cache" / "lens" / "bin" / "python"
 #: The end of what loads the model in TransformerLens' code.
 LOADED = "dtype=torch.float32)\n"
 #: The sentence of a notebook with the figures.
-FIGURES = re.compile(r"LINES|Midstream: \d+ lines.*?to load the model\)\.", re.DOTALL)
+FIGURES = re.compile(r"Midstream: \d+ lines.*?TransformerLens: \d+ lines(?:[^.]|\.\d)*\.", re.DOTALL)
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def run(python: Path | str, source: str, environment: dict[str, str]) -> tuple[float, str]:
-    """(Seconds, what it printed). Raises SystemExit with its errors."""
+class Cost(NamedTuple):
+    """Of one run of one side."""
+
+    seconds: float
+    cpu: float  # seconds
+    printed: str
+
+
+def server_cpu(stack: discovery.Stack) -> float:
+    """CPU seconds of all processes of the server so far."""
+    pids = [pid for session, _ in stack.processes.values() for pid in members(session)]
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(each[11]) + int(each[12]) for each in fields) / TICKS
+
+
+def run(python: Path | str, source: str, environment: dict[str, str], stack: discovery.Stack | None = None) -> Cost:
+    """`stack`: whose CPU time counts, too. Raises SystemExit with the program's errors."""
+    served = server_cpu(stack) if stack else 0.0
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "tutorial.py"
         script.write_text(source)
-        start = time.perf_counter()
+        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         done = subprocess.run([str(python), str(script)], env=environment, cwd=folder, capture_output=True, text=True, check=False)
-        seconds = time.perf_counter() - start
+        seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise SystemExit(f"{source}\n{done.stderr}")
-    return seconds, done.stdout
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Cost(seconds, cpu + (server_cpu(stack) - served if stack else 0.0), done.stdout)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data-dir", type=Path, default=Path(".midstream"), help="of the server")
     parser.add_argument("--write", action="store_true", help="outputs and figures into the notebooks")
     parser.add_argument("--only", default="", help="tutorials whose name has this in it")
     options = parser.parse_args()
-    environment = {**os.environ, "MPLBACKEND": "Agg", "MODEL": str(fetch_demo_model()), "SAES": str(ROOT / "examples" / "data" / "saes")}
-    print("| tutorial | lines, Midstream | TransformerLens | seconds, Midstream | TransformerLens | of these, loading |")
+    stack = discovery.running(options.data_dir.resolve())
+    if stack is None:
+        raise SystemExit(f"no server runs on {options.data_dir}: `midstream up` starts one")
+    os.environ |= {"MPLBACKEND": "Agg", "MIDSTREAM_PUBLIC_URL": stack.url}
+    environment = {**os.environ, "MODEL": str(fetch_demo_model()), "SAES": str(ROOT / "examples" / "data" / "saes")}
+    print("| tutorial | lines | lines, TransformerLens | seconds (CPU) | seconds (CPU), TransformerLens | of these, to load the model |")
     print("|---|---|---|---|---|---|")
     for path in TUTORIALS:
         if options.only not in path.stem:
             continue
         notebook = read(path)
-        ours, theirs = code(notebook), peer_code(notebook)
-        load, _ = run(PEER, theirs.partition(LOADED)[0] + LOADED, environment)
-        seconds, found = run(sys.executable, ours, environment)
-        peers, wanted = run(PEER, theirs, environment)
-        if wrong := difference(found, wanted):
+        source, peer_source = code(notebook), peer_code(notebook)
+        ours = run(sys.executable, source, environment, stack)
+        load = run(PEER, peer_source.partition(LOADED)[0] + LOADED, environment)
+        peer = run(PEER, peer_source, environment)
+        if wrong := difference(ours.printed, peer.printed):
             raise SystemExit(f"{path.name}: the two print differently:\n{wrong}")
-        print(f"| `{path.stem}` | {lines(ours)} | {lines(theirs)} | {seconds:.1f} | {peers:.1f} | {load:.1f} |", flush=True)
+        costs = " | ".join(f"{each.seconds:.1f} ({each.cpu:.1f})" for each in (ours, peer, load))
+        print(f"| `{path.stem}` | {lines(source)} | {lines(peer_source)} | {costs} |", flush=True)
         if options.write:
             figures = (
-                f"Midstream: {lines(ours)} lines and {seconds:.1f} s, with a server that has loaded the model. "
-                f"TransformerLens: {lines(theirs)} lines and\n{peers:.1f} s ({load:.1f} s of them to load the model)."
+                f"Midstream: {lines(source)} lines and {ours.seconds:.1f} s ({ours.cpu:.1f} s of CPU time, the server's included). "
+                f"TransformerLens: {lines(peer_source)}\nlines and {peer.seconds:.1f} s ({peer.cpu:.1f} s), of which loading "
+                f"the model takes {load.seconds:.1f} s ({load.cpu:.1f} s)."
             )
             notebook.cells[-1].source = FIGURES.sub(figures, notebook.cells[-1].source)
             nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
