@@ -90,6 +90,7 @@ MAX_TENSOR_DIMS = 2
 MAX_TENSOR_BYTES = 8 << 20
 MAX_FILE_TENSORS = 3 * MAX_ENTRIES  # of a module's safetensors file: `lowrank` has three
 MAX_FILE_HEADER = 4 << 20  # bytes of that file's header
+MAX_VECTOR_FILE = 64 << 20  # bytes of a file of vectors that the client reads, also unpacked
 
 # --- Readings of captured rows ---------------------------------------------------------------------------------------------
 

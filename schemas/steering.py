@@ -50,6 +50,10 @@ def content_digest(entries: list[SteeringTemplate]) -> str:
     return content_key(entries) if entries else ""
 
 
+#: Of a module's file: the model that it is for.
+MODEL_HEADER = "x-midstream-model"
+
+
 # --- Named modules ----------------------------------------------------------------------------------------------------
 
 

@@ -20,8 +20,9 @@ from ...schemas.errors import MidstreamError, unknown
 from ...schemas.interventions import FAMILY
 from ...schemas.keys import Caller, own, scoped, shown, unscoped
 from ...schemas.limits import MAX_DESCRIPTION, MAX_MODULE_NAME, NAME_PATTERN
-from ...schemas.module_files import specs_of
+from ...schemas.module_files import specs_of, to_bytes
 from ...schemas.steering import (
+    MODEL_HEADER,
     Dynamic,
     EntryView,
     GlobalRequest,
@@ -38,7 +39,7 @@ from ...schemas.steering import (
 from ..context import AppContext, context_of
 from ..operations.global_change import change, is_applied
 from ..operations.rank_agreement import agreement
-from ..resolve import steering
+from ..resolve import module_export, steering
 from ..web.auth import caller_of
 from ..web.body import FILE_TYPES, JsonRequest
 from .jobs import ERRORS, PROBLEM, Model
@@ -133,6 +134,26 @@ async def get_module(name: Name, request: JsonRequest, model: Model = None) -> M
     if module is None:
         raise await _no_module(context, info.name, name, caller)
     return _view(module)
+
+
+@get(
+    "/v1/steering/modules/{name:str}/file",
+    summary="Get a named module as a file",
+    description="A safetensors file of its entries: sent back, it is the same module. `X-Midstream-Model` is the model.",
+    media_type=FILE_TYPES[0],
+    responses={200: ResponseSpec(bytes, media_type=FILE_TYPES[0], description="The file", generate_examples=False), **ERRORS},
+)
+async def get_module_file(name: Name, request: JsonRequest, model: Model = None) -> Response[bytes]:
+    context = context_of(request)
+    info = await context.the_model(model)
+    caller = caller_of(request)
+    module = await context.steering.module(info.name, scoped(caller.tenant, name))
+    if module is None:
+        raise await _no_module(context, info.name, name, caller)
+    tensors = {key: await context.steering.get_tensor(key) for key in module.tensors}
+    entries = module_export.entries_of(module, tensors)
+    headers = {MODEL_HEADER: info.name, "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
+    return Response(await anyio.to_thread.run_sync(to_bytes, entries), media_type=FILE_TYPES[0], headers=headers)
 
 
 @delete(
@@ -298,4 +319,14 @@ async def fresh(context: AppContext, model: str | None, asks: dict[str, str], se
         await asyncio.sleep(LOOK_S)
 
 
-ROUTES: list[Any] = [put_module, list_modules, get_module, delete_module, put_global, delete_global, get_global, get_dynamic]
+ROUTES: list[Any] = [
+    put_module,
+    list_modules,
+    get_module,
+    get_module_file,
+    delete_module,
+    put_global,
+    delete_global,
+    get_global,
+    get_dynamic,
+]

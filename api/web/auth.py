@@ -82,6 +82,7 @@ SCOPE_OF: dict[str, Scope | None] = {
     "DELETE /v1/runs/{name}": "submit",
     "GET /v1/steering/modules": "read",
     "GET /v1/steering/modules/{name}": "read",
+    "GET /v1/steering/modules/{name}/file": "read",
     "PUT /v1/steering/modules/{name}": "submit",
     "DELETE /v1/steering/modules/{name}": "submit",
     "GET /v1/steering/global": "read",

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
-from zipfile import BadZipFile
 
-import numpy as np
 import typer
 
 from ...schemas.choices import suggestion
@@ -18,8 +16,11 @@ from ...schemas.global_capture import HOOK_NAMES, parse_hooks
 from ...schemas.interventions import FAMILIES, STEERING_FIELDS
 from ...schemas.selectors import HookName, LayerSelector, written_range
 from ...schemas.settings import SettingsError
+from ...schemas.tensors import Tensor
+from .. import vectors
 from ..durations import seconds
 from ..sdk.wire import Patch, Steering
+from ..vectors import numpy_file
 
 #: Capture option → the field of a capture that it sets. One of the first two requests a capture; the others are its options.
 CAPTURE_OPTIONS = {
@@ -124,7 +125,7 @@ def _positions(text: str | None, spans: Sequence[str]) -> Any:
 
 #: As `--help` shows them.
 STEER_FILE = "FILE:[HOOK:]LAYERS[:SCALE][:NAME=VALUE]…"
-STEER = f"{STEER_FILE} | @MODULE[:SCALE][:NAME=VALUE]… | %SAE:FEATURE[:VALUE][:op=OP] | FILE.safetensors"
+STEER = f"{STEER_FILE} | @MODULE[:SCALE][:NAME=VALUE]… | %SAE:FEATURE[:VALUE][:op=OP] | FILE"
 _YES = {"true": True, "false": False}
 _OPTIONS = tuple(dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.options))
 _FLAGS = {family.flag for family in FAMILIES}
@@ -145,16 +146,18 @@ _REFERENCES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
 
 
 def parse_steering(texts: Sequence[str], option: str = "--steer") -> list[Steering]:
-    """What `parse_steer` reads of each text, and of a `.safetensors` file all of its entries; raises MidstreamError naming `option`."""
+    """The entries that each text stands for; raises MidstreamError naming `option`.
+
+    `joy.npy:15:4.0`, `joy.npy:mlp_out:15`, or with names: `joy.npy:10-15:op=clamp:low=-1:high=2`. The file is in any format of
+    `client.vectors`; where it names its layers, they may be left out, and are otherwise those that are taken of it.
+    `@joy:2.0` is the module `joy` at twice its strength, `@joy:positions=all_generated` at other positions than its own.
+    `%tiny:123:4.0` adds 4 times the decoder row of feature 123 of the sparse autoencoder `tiny`; `%tiny:123:0:op=clamp` sets it to 0.
+    """
     entries: list[Steering] = []
     for text in texts:
         try:
-            if text.endswith(".safetensors"):
-                from ...schemas.module_files import specs_of
-
-                entries += specs_of(Path(text).read_bytes())
-            else:
-                entries.append(parse_steer(text))
+            source, entry = _parse_steer(text)
+            entries += [entry] if source[:1] in _REFERENCES else vectors.read(source, entry.pop("layers", None), **entry)
         except (OSError, ValueError) as error:
             raise invalid(option, f"{text!r}: {error}") from error
         except MidstreamError as error:
@@ -162,27 +165,19 @@ def parse_steering(texts: Sequence[str], option: str = "--steer") -> list[Steeri
     return entries
 
 
-def parse_steer(text: str) -> dict[str, Any]:
-    """`joy.npy:15:4.0`, `joy.npy:mlp_out:15`, or with names: `joy.npy:10-15:op=clamp:low=-1:high=2`.
-
-    Raises MidstreamError naming `--steer`.
-
-    A `.npy` file is the vector. A `.npz` file holds the entry's tensors under their names: `rotation`, `weight`, `bias`.
-    `@joy:2.0` is the module `joy` at twice its strength, `@joy:positions=all_generated` at other positions than its own.
-    `%tiny:123:4.0` adds 4 times the decoder row of feature 123 of the sparse autoencoder `tiny`; `%tiny:123:0:op=clamp` sets it to 0.
-    """
+def _parse_steer(text: str) -> tuple[str, dict[str, Any]]:
+    """What comes before the first colon, and the fields of an entry. Raises MidstreamError naming `--steer`."""
     source, *parts = _parts(text)
     refers = source[:1] in _REFERENCES
     hook = parts.pop(0) if not refers and parts and parts[0] in HOOK_NAMES else None
     field, places, names, called = _REFERENCES.get(source[:1], ("", ("layers", "scale"), tuple(STEER_NAMES), "there"))
     named = [part for part in parts if "=" in part]
     placed = [part for part in parts if "=" not in part]
-    if not refers and (not placed or not placed[0]):
-        raise _unreadable(text, "layers are missing")
     if len(placed) > len(places) or parts[: len(placed)] != placed or source in _REFERENCES:
         raise _unreadable(text, "is not valid")
     given = dict(zip(places, placed, strict=False)) | dict(part.split("=", 1) for part in named)
-    entry: dict[str, Any] = {field: source[1:]} if refers else {"layers": parse_layers(given.pop("layers"))}
+    layers = given.pop("layers", "") if not refers else ""
+    entry: dict[str, Any] = {field: source[1:]} if refers else {"layers": parse_layers(layers)} if layers else {}
     if hook is not None:
         entry["hook"] = hook
     for name, value in given.items():
@@ -195,7 +190,7 @@ def parse_steer(text: str) -> dict[str, Any]:
                 entry[name] = _READ[name](value)
             except (ValueError, KeyError) as error:
                 raise _unreadable(text, f"invalid {name} {value!r}") from error
-    return entry if refers else entry | _tensors(source, text)
+    return source, entry
 
 
 def _parts(text: str) -> list[str]:
@@ -209,15 +204,12 @@ def _parts(text: str) -> list[str]:
     return parts
 
 
-def _tensors(path: str, text: str, option: str = "--steer") -> dict[str, np.ndarray]:
+def _vector(path: str, text: str) -> dict[str, Tensor]:
+    """The vector of a `.npy` file, for a patch."""
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return {"vector": loaded}
-        with loaded:
-            return dict(loaded)
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
-        raise invalid(option, f"{text!r}: {error}") from error
+        return {"vector": numpy_file.read_npy(vectors.content(path)).tensor()}
+    except (OSError, ValueError) as error:
+        raise invalid("--patch", f"{text!r}: {error}") from error
 
 
 def _unreadable(text: str, why: str) -> MidstreamError:
@@ -329,7 +321,7 @@ def _source(name: str, text: str) -> dict[str, Any]:
     """Of what is no run."""
     if name == "zeros":
         return {"zeros": True}
-    return {"module": name[1:]} if name.startswith("@") else _tensors(name, text, "--patch")
+    return {"module": name[1:]} if name.startswith("@") else _vector(name, text)
 
 
 def _read(text: str, name: str, value: str, read: Callable[[str], Any]) -> Any:

@@ -1,5 +1,6 @@
 """Steering on the command line: `modules …`, `global …`, `dynamic`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ from ...schemas.errors import MidstreamError
 from ...schemas.steering import GlobalView, ModuleView
 from ..render import steering
 from ..sdk.client import Client
+from ..vectors import FORMATS
 from . import options
 from .jobs import AsJson, Model, Url, connect, out
 from .registries import Registry
@@ -36,7 +38,7 @@ def register(app: typer.Typer) -> None:
 @modules_app.command("register")
 def modules_register(
     name: Name,
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help=f"A .safetensors file, or {options.STEER_FILE}.")],
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help=f"A file of vectors, or {options.STEER_FILE}.")],
     description: Annotated[str, typer.Option(help="A description.")] = "",
     model: Model = None,
     json_: AsJson = False,
@@ -46,6 +48,20 @@ def modules_register(
     entries = options.parse_steering(files, "FILE")
     with connect(url) as client:
         registry.print(client.register_module(name, entries, model, description), json_)
+
+
+@modules_app.command("export")
+def modules_export(
+    name: Name,
+    file: Annotated[Path, typer.Argument(help="The file to write.")],
+    format: Annotated[str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}; by default that of the suffix.")] = None,
+    model: Model = None,
+    url: Url = None,
+) -> None:
+    """Write a module to a file that other tools read."""
+    with connect(url) as client:
+        written = client.export_module(name, file, format, model)
+    out.print(f"{name} written to {file} as {written}", markup=False, soft_wrap=True)
 
 
 @global_app.command("show")

@@ -1,19 +1,21 @@
 """Calls on modules, global steering and rank agreement.
 
-Steering is given as a list of entries or as one, as a mapping from site to array (`{"post_block.12": vector}`), or as a safetensors
-file: `schemas.module_files` says how both name their tensors.
+Steering is given as a list of entries or as one, as a mapping from site to array (`{"post_block.12": vector}`), or as a file in one of
+the formats of `client.vectors`: `schemas.module_files` says how the mapping and safetensors files name their tensors.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import numpy as np
 
 from ...schemas.errors import invalid
 from ...schemas.limits import PathName
 from ...schemas.specs import SteeringSpec
-from ...schemas.steering import Dynamic, GlobalRequest, GlobalView, ModulePage, ModuleRequest, ModuleView
+from ...schemas.steering import MODEL_HEADER, Dynamic, GlobalRequest, GlobalView, ModulePage, ModuleRequest, ModuleView
 from ..notebook import Listing
 from ..values import packed
 from . import wire
@@ -33,12 +35,13 @@ def entries_of(wanted: Wanted) -> list[SteeringSpec]:
     is_entry = isinstance(wanted, Mapping) and wanted.keys() <= set(SteeringSpec.__struct_fields__)
     if is_entry or not isinstance(wanted, str | Path | Mapping):
         return wire.pack_steering(cast(Steering | Sequence[Steering], wanted))
-    from ...schemas.module_files import of_sites, specs_of
+    from ...schemas.module_files import of_sites
+    from .. import vectors
 
     try:
         if isinstance(wanted, Mapping):
             return of_sites({site: packed(values, f"steering.{site}") for site, values in wanted.items()})
-        return specs_of(Path(wanted).read_bytes())
+        return vectors.read(wanted)
     except ValueError as error:
         raise invalid("steering", str(error) if isinstance(wanted, Mapping) else f"{wanted}: {error}") from error
 
@@ -50,6 +53,22 @@ def _module(method: str, name: str, model: str | None, body: Any = None) -> Call
 
 def _register(name: str, wanted: Wanted, model: str | None, description: str) -> Call:
     return _module("PUT", name, None, ModuleRequest(steering=entries_of(wanted), model=model, description=description))
+
+
+def _file(name: str, model: str | None) -> Call:
+    call = _module("GET", name, model)
+    return dataclasses.replace(call, path=f"{call.path}/file")
+
+
+def _written(answer: httpx.Response, path: str | Path, format: str | None) -> str:
+    from ...schemas.module_files import specs_of
+    from .. import vectors
+
+    wire.raise_problem(answer)
+    try:
+        return vectors.write(path, specs_of(answer.content), format, answer.headers.get(MODEL_HEADER, ""))
+    except ValueError as error:
+        raise invalid("format", str(error)) from error
 
 
 def _set(wanted: Wanted, model: str | None) -> Call:
@@ -81,6 +100,14 @@ class SteeringCalls(Calls):
     async def module(self, name: str, model: str | None = None) -> ModuleView:
         """One module, with its entries. Raises `not_found`."""
         return await self._ask(_module("GET", name, model), ModuleView)
+
+    @call
+    async def export_module(self, name: str, path: str | Path, format: str | None = None, model: str | None = None) -> str:
+        """Write a module to a file; returns the format: `safetensors`, `gguf`, `npz`, `pt` or `vllm-lens`, by default that of the suffix.
+
+        Raises MidstreamError for what the format cannot hold (see `docs/vectors.md`), OSError.
+        """
+        return _written(await self._send(_file(name, model)), path, format)
 
     @call
     async def unregister_module(self, name: str, model: str | None = None) -> None:

@@ -165,3 +165,56 @@ def test_steering_beyond_the_dtype_is_refused_and_changes_nothing(up: Up, client
             ask([{"layers": 2, "vector": [1.0, 2.0]}])
         assert (caught.value.kind, caught.value.field) == ("invalid_request", "steering[0].vector.shape")
     assert (client.global_steering().version, client.modules()) == (before.version, [])
+
+
+MATRICES = {
+    "rotation": np.eye(2, HIDDEN_SIZE, dtype=np.float32),
+    "weight": np.ones((2, HIDDEN_SIZE), np.float32),
+    "bias": np.ones(2, np.float32),
+}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"layers": "0-2", "vector": JOY, "scale": 0.5, "positions": "all_generated"},
+        {"layers": 2, "hook": "pre_attn", "vector": CALM, "scale": 0.1, "norm_match": True, "positions": [0, {"text": "upon"}]},
+        {"layers": 1, "hook": "mlp_out", "vector": CALM.astype(np.float16), "op": "clamp", "low": -1.0},
+        {"layers": [0, 2], "vector": JOY, "op": "ablate", "strength": 0.5},
+        {"layers": 1, "vector": JOY, "op": "replace", "alpha": 0.5},
+        {"layers": 2, "op": "lowrank", **MATRICES},
+    ],
+)
+def test_an_exported_module_is_the_same_when_registered_again(client: Client, tmp_path: Path, entry: dict[str, Any]) -> None:
+    view = client.register_module("mood", [entry, {"layers": 1, "hook": "attn_out", "vector": JOY}])
+    assert client.export_module("mood", tmp_path / "mood.safetensors") == "safetensors"
+    assert client.register_module("again", tmp_path / "mood.safetensors").digest == view.digest
+
+
+@pytest.mark.parametrize("suffix", ["gguf", "npz", "pt", "json"])
+def test_a_module_steers_alike_after_export_in_any_format(client: Client, tmp_path: Path, suffix: str) -> None:
+    client.register_module("joy", {"post_block.2": JOY, "post_block.1": CALM})
+    client.export_module("joy", tmp_path / f"joy.{suffix}")
+    client.register_module("again", tmp_path / f"joy.{suffix}")
+    assert text(client, {"module": "again"}) == text(client, {"module": "joy"}) != text(client)
+
+
+def test_an_export_that_cannot_be_made_is_refused(client: Client, tmp_path: Path) -> None:
+    client.register_module("joy", {"mlp_out.2": JOY})
+    for name, path, says in (
+        ("joy", "joy.gguf", "cannot hold mlp_out"),
+        ("joy", "joy.bin", "of no format"),
+        ("no", "no.pt", "unknown module"),
+    ):
+        with pytest.raises(MidstreamError, match=says):
+            client.export_module(name, tmp_path / path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cli_exports_modules(up: Up, client: Client, tmp_path: Path) -> None:
+    client.register_module("joy", {"post_block.2": JOY})
+    done = up.midstream("modules", "export", "joy", f"{tmp_path}/joy.gguf")
+    assert (done.returncode, done.stdout) == (0, f"joy written to {tmp_path}/joy.gguf as gguf\n"), done.stderr
+    assert up.midstream("modules", "register", "again", f"{tmp_path}/joy.gguf").returncode == 0
+    assert text(client, {"module": "again"}) == text(client, {"module": "joy"})
+    assert up.midstream("modules", "export", "joy", f"{tmp_path}/joy", "--format", "onnx").returncode != 0

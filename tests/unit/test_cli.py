@@ -5,8 +5,9 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 import typer
@@ -23,7 +24,9 @@ from midstream.schemas.jobs import CaptureResults, Determinism, FileEntry, JobVi
 from midstream.schemas.keys import SCOPES, KeyView, Limits, TenantView, Usage
 from midstream.schemas.selectors import as_ranges
 from midstream.schemas.source_runs import RunView
+from midstream.schemas.specs import SteeringSpec
 from midstream.schemas.steering import EntryView, ModuleView
+from midstream.schemas.tensors import from_numpy
 
 
 @pytest.fixture(autouse=True)
@@ -71,12 +74,25 @@ def test_ranges_of_positions_are_written_with_a_colon(text: str, positions: Any)
     assert options.parse_positions(text) == positions
 
 
+def steered(text: str) -> list[SteeringSpec]:
+    """The entries of a file."""
+    entries = options.parse_steering([text])
+    assert all(isinstance(entry, SteeringSpec) for entry in entries)
+    return cast(list[SteeringSpec], entries)
+
+
+def given(spec: SteeringSpec) -> dict[str, Any]:
+    """Its fields that are not null, positions as JSON has them."""
+    found = {name: value for name in spec.__struct_fields__ if (value := getattr(spec, name)) is not None}
+    return found if "positions" not in found else found | {"positions": msgspec.to_builtins(spec.positions)}
+
+
 def test_a_steering_vector_comes_from_a_file_with_layers_and_scale(tmp_path: Path) -> None:
     np.save(tmp_path / "joy.npy", np.ones(4, np.float32))
-    entry = options.parse_steer("joy.npy:3-5:2.5")
-    assert (entry["layers"], entry["scale"], entry["vector"].tolist()) == ("3-5", 2.5, [1.0] * 4)
-    assert options.parse_steer("joy.npy:3").keys() == {"layers", "vector"}
-    assert options.parse_steer("joy.npy:resid_pre:0,3")["hook"] == "resid_pre"
+    (entry,) = steered("joy.npy:3-5:2.5")
+    assert (entry.layers, entry.scale, entry.vector) == ("3-5", 2.5, from_numpy(np.ones(4, np.float32)))
+    assert given(steered("joy.npy:3")[0]).keys() == {"layers", "vector"}
+    assert steered("joy.npy:resid_pre:0,3")[0].hook == "resid_pre"
 
 
 @pytest.mark.parametrize(
@@ -97,15 +113,14 @@ def test_a_steering_vector_comes_from_a_file_with_layers_and_scale(tmp_path: Pat
 )
 def test_the_cli_names_the_op_of_a_vector(tmp_path: Path, text: str, fields: dict[str, Any]) -> None:
     np.save(tmp_path / "joy.npy", np.ones(4, np.float32))
-    entry = options.parse_steer(text)
-    assert {name: value for name, value in entry.items() if name != "vector"} == fields
-    (spec,) = wire.pack_steering([entry])
+    (spec,) = steered(text)
+    assert {name: value for name, value in given(spec).items() if name != "vector"} == fields
     assert spec.vector is not None
 
 
 def test_a_trained_intervention_comes_from_a_file_with_its_matrices(tmp_path: Path) -> None:
     np.savez(tmp_path / "reft.npz", rotation=np.ones((2, 4)), weight=np.ones((2, 4)), bias=np.zeros(2))
-    (spec,) = wire.pack_steering([options.parse_steer("reft.npz:3:op=lowrank:strength=0.5")])
+    (spec,) = steered("reft.npz:3:op=lowrank:strength=0.5")
     assert (spec.op, spec.strength, spec.vector) == ("lowrank", 0.5, None)
     assert [tensor.shape for tensor in (spec.rotation, spec.weight, spec.bias) if tensor] == [[2, 4], [2, 4], [2]]
 
@@ -229,14 +244,14 @@ def test_a_bad_steering_option_names_itself(tmp_path: Path, text: str) -> None:
     (tmp_path / "empty.npz").write_bytes(b"")
     (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04torn")
     with pytest.raises(MidstreamError, match="--steer"):
-        options.parse_steer(text)
+        options.parse_steering([text])
 
 
 # field case 42
 def test_a_vector_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "evil.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(MidstreamError, match="--steer"):
-        options.parse_steer("evil.npy:3")
+        options.parse_steering(["evil.npy:3"])
 
 
 def test_prompts_come_from_lines_or_a_json_list(tmp_path: Path) -> None:
@@ -429,11 +444,11 @@ def test_a_command_of_a_group_is_suggested_by_its_full_name(capsys: pytest.Captu
 
 
 def test_a_feature_of_an_autoencoder_steers_from_the_command_line() -> None:
-    assert options.parse_steer("%tiny:123:4.5") == {"sae": "tiny", "feature": 123, "value": 4.5}
+    assert options.parse_steering(["%tiny:123:4.5"]) == [{"sae": "tiny", "feature": 123, "value": 4.5}]
     ablated = {"sae": "tiny", "feature": 123, "op": "ablate", "positions": "all_generated"}
-    assert options.parse_steer("%tiny:123:op=ablate:positions=all_generated") == ablated
-    (spec,) = wire.pack_steering([options.parse_steer("%tiny:7:2:op=clamp")])
+    assert options.parse_steering(["%tiny:123:op=ablate:positions=all_generated"]) == [ablated]
+    (spec,) = wire.pack_steering(options.parse_steering(["%tiny:7:2:op=clamp"]))
     assert (spec.sae, spec.feature, spec.op, spec.value) == ("tiny", 7, "clamp", 2.0)
     for wrong in ("%", "%tiny:x", "%tiny:1:2:3", "%tiny:1:scale=2"):
         with pytest.raises(MidstreamError):
-            options.parse_steer(wrong)
+            options.parse_steering([wrong])

@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "render",
         "stack",
         "sdk",
-        "captures harvest",
+        "captures harvest vectors",
         "values probes",
         "notebook durations extras frames images",
     ),

@@ -1,0 +1,36 @@
+"""A stored module as the entries that it was made of, for its file."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...schemas.errors import MidstreamError
+from ...schemas.interventions import FAMILY
+from ...schemas.keys import shown
+from ...schemas.module_files import SHAPES
+from ...schemas.specs import SteeringSpec
+from ...schemas.steering import Module
+from ...schemas.tensors import Tensor
+
+
+def entries_of(module: Module, tensors: Mapping[str, Tensor]) -> list[SteeringSpec]:
+    """Registered again, they have the module's digest. `tensors`: content hash → tensor, all of the module's.
+
+    Raises a 400 for an entry that no file of vectors holds: a feature of an autoencoder, an installed op, or single heads.
+    """
+    entries = []
+    for index, entry in enumerate(module.entries):
+        family = FAMILY[entry.family]
+        if family.fields or not SHAPES.keys() >= set(family.tensors):
+            detail = f"module {shown(module.name)!r}, entry {index} is {family.written!r} with {', '.join(family.fields or family.tensors)}"
+            raise MidstreamError("invalid_request", f"{detail}: a file holds vectors and matrices", field="name")
+        numbers = {number.name: given for number, given in zip(family.numbers, entry.numbers, strict=True) if given != number.default}
+        fields: dict[str, Any] = {name: tensors[key] for name, key in zip(family.tensors, entry.tensors, strict=True)} | numbers
+        if entry.scale != 1.0:
+            fields["scale"] = entry.scale
+        if entry.positions != "all":
+            fields["positions"] = entry.positions
+        if family.flag:
+            fields[family.flag] = True
+        layers = entry.layers[0] if len(entry.layers) == 1 else entry.layers
+        entries.append(SteeringSpec(layers=layers, hook=entry.hook, op=family.op, **fields))
+    return entries

@@ -1,0 +1,142 @@
+"""Control vectors in GGUF files, as llama.cpp, repeng and EasySteer write them: tensors `direction.{layer}`, `[hidden_size]`.
+
+llama.cpp adds `direction.N` to the output of layer N, counted from 0 (`l_out-N`), and has none for layer 0: it is `post_block` of layer N.
+repeng and EasySteer name their layers alike, and may write one for layer 0.
+"""
+
+import re
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...schemas.dtypes import ITEM_BYTES, DType
+from ...schemas.limits import MAX_FILE_TENSORS, MAX_TENSOR_BYTES
+from ...schemas.specs import SteeringSpec
+from ...schemas.tensors import Tensor
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ARCHITECTURE = "controlvector"
+_ALIGNMENT = 32
+#: ggml's number of a tensor's type → ours.
+_DTYPES: dict[int, DType] = {0: "float32", 1: "float16", 30: "bfloat16"}
+#: GGUF's numbers of values → their struct codes; of texts and arrays the numbers themselves.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TEXT, _ARRAY, _UINT32 = 8, 9, 4
+_MAX_KEYS = 1024
+_DIRECTION = re.compile(r"direction\.([0-9]{1,6})")
+
+
+class _Reader:
+    """A cursor; nothing is read or allocated beyond the bytes that are there."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw, self.at = raw, 0
+
+    def number(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+
+    def take(self, size: int) -> bytes:
+        if size > len(self.raw) - self.at:
+            raise ValueError("it is not a GGUF file: it ends early")
+        self.at += size
+        return self.raw[self.at - size : self.at]
+
+    def text(self) -> str:
+        return self.take(self.number("Q")).decode(errors="replace")
+
+    def value(self, kind: int) -> Any:
+        """Of an array null: none is needed."""
+        if kind == _TEXT:
+            return self.text()
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise ValueError(f"it is not a GGUF file: a value has type {kind}")
+        inner, count = self.number("I"), self.number("Q")
+        if inner in _SCALARS:
+            self.take(struct.calcsize(f"<{_SCALARS[inner]}") * count)
+        elif inner == _TEXT:
+            while count:  # each takes eight bytes at least
+                self.text()
+                count -= 1
+        else:
+            raise ValueError("it is not a control vector: its metadata has arrays of arrays")
+        return None
+
+
+def read(raw: bytes) -> list[SteeringSpec]:
+    """One entry per direction, ascending by layer, hook left open. Raises ValueError naming what is wrong."""
+    reader = _Reader(raw)
+    reader.take(len(MAGIC))
+    if (version := reader.number("I")) not in _VERSIONS:
+        raise ValueError(f"it is a GGUF file of version {version}; valid: {', '.join(map(str, _VERSIONS))}, little-endian")
+    tensors, keys = reader.number("Q"), reader.number("Q")
+    if tensors > MAX_FILE_TENSORS or keys > _MAX_KEYS:
+        raise ValueError(f"it has {tensors} tensors and {keys} keys; valid: at most {MAX_FILE_TENSORS} and {_MAX_KEYS}")
+    metadata = {reader.text(): reader.value(reader.number("I")) for _ in range(keys)}
+    if (found := metadata.get("general.architecture", _ARCHITECTURE)) != _ARCHITECTURE:
+        raise ValueError(f"its general.architecture is {found!r:.80}; valid: {_ARCHITECTURE!r}")
+    places = [_place(reader) for _ in range(tensors)]
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    if not isinstance(alignment, int) or not 0 < alignment <= 1 << 16:
+        raise ValueError(f"its general.alignment is {alignment!r:.80}; valid: a number of bytes")
+    data = -(-reader.at // alignment) * alignment
+    directions: dict[int, Tensor] = {}
+    for name, dtype, elements, offset in places:
+        match = _DIRECTION.fullmatch(name)
+        if match is None:
+            raise ValueError(f"its tensor {name!r:.80} is not a direction; valid: direction.N, N a layer")
+        layer = int(match[1])
+        if layer in directions:
+            raise ValueError(f"it has two directions for layer {layer}")
+        reader.at = data + offset
+        values = reader.take(elements * ITEM_BYTES[dtype])
+        directions[layer] = Tensor(dtype=dtype, shape=[elements], data=values)
+    return [SteeringSpec(layers=layer, vector=tensor) for layer, tensor in sorted(directions.items())]
+
+
+def _place(reader: _Reader) -> tuple[str, DType, int, int]:
+    """Name, dtype, elements and offset of the next tensor."""
+    name, dimensions = reader.text(), reader.number("I")
+    if dimensions != 1:
+        raise ValueError(f"its tensor {name!r:.80} has {dimensions} dimensions; valid: one, [hidden_size]")
+    elements, kind, offset = reader.number("Q"), reader.number("I"), reader.number("Q")
+    if kind not in _DTYPES:
+        raise ValueError(f"its tensor {name!r:.80} has ggml type {kind}; valid: F32, F16 and BF16")
+    if elements * ITEM_BYTES[_DTYPES[kind]] > MAX_TENSOR_BYTES:
+        raise ValueError(f"its tensor {name!r:.80} has {elements} elements: more than {MAX_TENSOR_BYTES} bytes")
+    return name, _DTYPES[kind], elements, offset
+
+
+def write(directions: Mapping[int, np.ndarray], model: str) -> bytes:
+    """A control vector that llama.cpp, repeng and EasySteer read. `directions`: layer → float32 `[hidden_size]`.
+
+    Raises ValueError for layer 0, which llama.cpp does not take.
+    """
+    if 0 in directions:
+        raise ValueError("layer 0 cannot be in a GGUF control vector: llama.cpp refuses direction.0; valid formats: safetensors, npz, pt")
+    names = [f"direction.{layer}" for layer in directions]
+    infos, offset = b"", 0
+    blocks: list[bytes] = []
+    for name, vector in zip(names, directions.values(), strict=True):
+        infos += _text(name) + struct.pack("<IQIQ", 1, vector.size, 0, offset)
+        blocks.append(_padded(vector.astype("<f4").tobytes()))
+        offset += len(blocks[-1])
+    keys = [
+        _text("general.architecture") + struct.pack("<I", _TEXT) + _text(_ARCHITECTURE),
+        _text("controlvector.model_hint") + struct.pack("<I", _TEXT) + _text(model),
+        _text("controlvector.layer_count") + struct.pack("<II", _UINT32, len(names)),
+    ]
+    head = MAGIC + struct.pack("<IQQ", _VERSIONS[-1], len(names), len(keys)) + b"".join(keys) + infos
+    return _padded(head) + b"".join(blocks)
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _padded(raw: bytes) -> bytes:
+    return raw + bytes(-len(raw) % _ALIGNMENT)

@@ -1,0 +1,52 @@
+"""Arrays in `.npy` and `.npz` files: an array's declared size is compared with its bytes before any memory is taken for it."""
+
+import io
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array, array_of, member, opened
+
+MAGIC = b"\x93NUMPY"
+_VERSIONS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+def read_npy(raw: bytes) -> Array:
+    """float16 and float32 as they are, other numbers rounded to float32. Raises ValueError."""
+    stream = io.BytesIO(raw)
+    form: Any = np.lib.format
+    try:
+        version = form.read_magic(stream)
+        if version not in _VERSIONS:
+            raise ValueError(f"npy version {version}")
+        shape, fortran, dtype = _VERSIONS[version](stream)  # type: ignore[no-untyped-call]  # numpy's has no types
+    except (ValueError, EOFError, SyntaxError, TypeError, struct.error) as error:
+        raise ValueError(f"it is not a numpy file: {error}") from error
+    if dtype.kind not in "fiu":
+        raise ValueError(f"it holds {dtype}; valid: numbers")
+    left = len(raw) - stream.tell()
+    if min(shape, default=1) < 1 or left != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"its header says {dtype} of shape {list(shape)!r:.80}, but {left} bytes follow")
+    values = np.frombuffer(raw, dtype, offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
+    return array_of(values)
+
+
+def read_npz(raw: bytes) -> dict[str, Array]:
+    """Name → array. Raises ValueError naming the member."""
+    archive = opened(raw, stored=False)
+    found = {}
+    for name in archive.sizes:
+        try:
+            found[name.removesuffix(".npy")] = read_npy(member(archive, name))
+        except ValueError as error:
+            raise ValueError(f"{name!r:.80}: {error}") from error
+    return found
+
+
+def write_npz(arrays: Mapping[str, np.ndarray]) -> bytes:
+    out = io.BytesIO()
+    np.savez(out, **dict(arrays))  # type: ignore[arg-type]  # its names are ours
+    return out.getvalue()

@@ -1,0 +1,273 @@
+"""Tensors in files of `torch.save`, read and written without torch, and without running anything that a file names.
+
+Such a file is a zip archive: `{name}/data.pkl`, a pickle that describes tensors, and one member `{name}/data/{key}` for the bytes of each
+storage. The pickle is interpreted here: containers, numbers, texts and torch's constructors of tensors, nothing else; as
+`torch.load(…, weights_only=True)` allows.
+"""
+
+import io
+import math
+import pickletools
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...schemas.dtypes import ITEM_BYTES, DType
+from ...schemas.limits import MAX_FILE_HEADER, MAX_VECTOR_FILE
+from .arrays import Archive, Array, member, opened
+
+#: The pickle's own name in the archive.
+PICKLE = "data.pkl"
+#: Files of torch before 1.6, and pickles of anything else.
+OLD_MAGIC = b"\x80"
+_STORAGES: dict[str, DType | None] = {
+    "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16", "DoubleStorage": None,
+}  # fmt: skip
+_TENSOR = ("torch._utils", "_rebuild_tensor_v2")
+_PARAMETER = ("torch._utils", "_rebuild_parameter")
+_ORDERED = ("collections", "OrderedDict")
+_MARK = object()
+
+
+@dataclass(frozen=True)
+class _Global:
+    """A name that the pickle refers to; it is looked up nowhere."""
+
+    module: str
+    name: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.module, self.name
+
+
+@dataclass(frozen=True)
+class _Storage:
+    dtype: DType | None  # null: float64
+    key: str
+    elements: int
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor as the pickle describes it."""
+
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def read(raw: bytes) -> Any:
+    """What was saved: an `Array`, or a dictionary or list with `Array`s, numbers and texts in it; float64 is rounded to float32.
+
+    Raises ValueError naming what is wrong.
+    """
+    archive = opened(raw, stored=True)
+    pickles = [name for name in archive.sizes if name.rpartition("/")[2] == PICKLE]
+    if len(pickles) != 1:
+        raise ValueError(f"it is not a file of torch.save: it has no single {PICKLE}")
+    folder = pickles[0].removesuffix(PICKLE)
+    if f"{folder}byteorder" in archive.sizes and member(archive, f"{folder}byteorder") != b"little":
+        raise ValueError("it is a big-endian file of torch.save; valid: little-endian")
+    if archive.sizes[pickles[0]] > MAX_FILE_HEADER:
+        raise ValueError(f"its {PICKLE} has {archive.sizes[pickles[0]]} bytes; valid: at most {MAX_FILE_HEADER}")
+    return _Storages(archive, f"{folder}data/").resolved(_interpret(member(archive, pickles[0])))
+
+
+# --- The pickle --------------------------------------------------------------------------------------------------------
+
+
+def _interpret(pickle: bytes) -> Any:
+    """The one value of a pickle, with `_View`s in place of tensors."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    try:
+        for opcode, argument, _ in pickletools.genops(pickle):
+            if opcode.name == "STOP":
+                (value,) = stack
+                return value
+            _apply(opcode.name, argument, stack, memo)
+    except (IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"its pickle is damaged: {error}") from error
+    raise ValueError("its pickle ends early")
+
+
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_LITERALS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
+_FIXED_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+
+def _apply(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
+    """One instruction. Raises ValueError for what a file of tensors does not need."""
+    if name in _LITERALS:
+        stack.append(argument)
+    elif name in _CONSTANTS:
+        stack.append(_CONSTANTS[name])
+    elif name in _FIXED_TUPLES:
+        count = _FIXED_TUPLES[name]
+        stack[-count:] = [tuple(stack[-count:])]
+    elif name in ("BINPUT", "LONG_BINPUT"):
+        memo[argument] = stack[-1]
+    elif name == "MEMOIZE":
+        memo[len(memo)] = stack[-1]
+    elif name in ("BINGET", "LONG_BINGET"):
+        stack.append(memo[argument])
+    elif name == "MARK":
+        stack.append(_MARK)
+    elif name in ("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE"):
+        stack.append({"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}[name]())
+    elif name == "TUPLE":
+        stack.append(tuple(_marked(stack)))
+    elif name == "LIST":
+        stack.append(_marked(stack))
+    elif name == "APPEND":
+        item = stack.pop()
+        _of(stack[-1], list).append(item)
+    elif name == "APPENDS":
+        items = _marked(stack)
+        _of(stack[-1], list).extend(items)
+    elif name in ("SETITEM", "SETITEMS"):
+        pairs = _marked(stack) if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
+        if not all(isinstance(key, str | int) for key in pairs[::2]):
+            raise ValueError("its dictionaries have keys other than texts and numbers")
+        _of(stack[-1], dict).update(zip(pairs[::2], pairs[1::2], strict=True))
+    elif name == "BUILD":  # attributes of a state dict: nothing of them is needed
+        stack.pop()
+    elif name == "GLOBAL":
+        stack.append(_Global(*argument.split(" ", 1)))
+    elif name == "STACK_GLOBAL":
+        called = stack.pop()
+        stack.append(_Global(_of(stack.pop(), str), _of(called, str)))
+    elif name == "BINPERSID":
+        stack.append(_storage(stack.pop()))
+    elif name == "REDUCE":
+        arguments = stack.pop()
+        stack.append(_reduced(stack.pop(), arguments))
+    elif name not in ("PROTO", "FRAME"):
+        raise ValueError(f"its pickle has the instruction {name}: save tensors, or dictionaries of tensors, with torch.save")
+
+
+def _marked(stack: list[Any]) -> list[Any]:
+    """What lies above the last mark, taken off with it."""
+    at = len(stack) - 1
+    while stack[at] is not _MARK:
+        at -= 1
+        if at < 0:
+            raise ValueError("its pickle is damaged: a mark is missing")
+    items = stack[at + 1 :]
+    del stack[at:]
+    return items
+
+
+def _of(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"its pickle is damaged: a {kind.__name__} is missing")
+    return value
+
+
+def _storage(reference: Any) -> _Storage:
+    match reference:
+        case ("storage", _Global(module="torch", name=name), str() as key, str(), int() as elements) if name in _STORAGES:
+            return _Storage(_STORAGES[name], key, elements)
+        case ("storage", _Global(name=name), *_):
+            raise ValueError(f"it has tensors of {name!r:.80}; valid: {', '.join(_STORAGES)}")
+    raise ValueError("its pickle is damaged: it names a storage in another way than torch.save")
+
+
+def _reduced(called: Any, arguments: Any) -> Any:
+    if isinstance(called, _Global) and isinstance(arguments, tuple):
+        if called.key == _ORDERED and not arguments:
+            return {}
+        if called.key == _PARAMETER and arguments and isinstance(arguments[0], _View):
+            return arguments[0]
+        if called.key == _TENSOR:
+            match arguments:
+                case (_Storage() as storage, int() as offset, tuple() as shape, tuple() as strides, *_) if _are_counts(
+                    (offset, *shape, *strides)
+                ):
+                    return _View(storage, offset, shape, strides)
+            raise ValueError("its pickle is damaged: a tensor has no shape")
+        raise ValueError(
+            f"it holds a {called.module}.{called.name}".replace("\n", " ")[:200] + ": save tensors, or dictionaries of tensors"
+        )
+    raise ValueError("its pickle is damaged: it calls what is no name")
+
+
+def _are_counts(numbers: tuple[Any, ...]) -> bool:
+    return all(type(number) is int and number >= 0 for number in numbers)
+
+
+# --- The bytes ---------------------------------------------------------------------------------------------------------
+
+
+class _Storages:
+    """The bytes of tensors; all arrays made of them together have a bound."""
+
+    def __init__(self, archive: Archive, folder: str) -> None:
+        self._archive, self._folder = archive, folder
+        self._read: dict[str, bytes] = {}
+        self._left = MAX_VECTOR_FILE
+
+    def resolved(self, value: Any) -> Any:
+        """`value`, or what it holds directly, with arrays in place of views."""
+        if isinstance(value, dict):
+            return {key: self._one(item) for key, item in value.items()}
+        return [self._one(item) for item in value] if isinstance(value, list | tuple) else self._one(value)
+
+    def _one(self, value: Any) -> Any:
+        return self._array(value) if isinstance(value, _View) else value
+
+    def _array(self, view: _View) -> Array:
+        """Contiguous. Raises ValueError for one whose elements are not all there, or that repeats what is stored."""
+        key, dtype = view.storage.key, view.storage.dtype
+        if key not in self._read:
+            self._read[key] = member(self._archive, self._folder + key)
+        raw, size = self._read[key], ITEM_BYTES[dtype] if dtype else 8
+        needed = math.prod(view.shape) * size
+        if len(view.strides) != len(view.shape) or not 0 < needed <= len(raw):
+            raise ValueError(f"it has a tensor of shape {list(view.shape)!r:.80} with {len(raw)} bytes: a contiguous one is needed")
+        last = view.offset + sum((length - 1) * stride for length, stride in zip(view.shape, view.strides, strict=True))
+        if (last + 1) * size > len(raw):
+            raise ValueError("it has a tensor whose bytes are not all there")
+        self._left -= needed
+        if self._left < 0:
+            raise ValueError(f"its tensors have more than {MAX_VECTOR_FILE} bytes")
+        stored = np.frombuffer(raw, {8: "<f8", 4: "<u4", 2: "<u2"}[size], count=len(raw) // size)[view.offset :]
+        values = np.lib.stride_tricks.as_strided(stored, view.shape, [stride * size for stride in view.strides], writeable=False)
+        return Array(dtype or "float32", view.shape, (values if dtype else values.astype("<f4")).tobytes())
+
+
+# --- Writing -----------------------------------------------------------------------------------------------------------
+
+
+def write(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """A dictionary from name to float32 tensor, as `torch.load(…, weights_only=True)` reads it."""
+    folder, out = "vectors/", io.BytesIO()
+    pickle = b"\x80\x02}("  # protocol 2, an empty dictionary, a mark
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+        for key, (name, values) in enumerate(arrays.items()):
+            strides = [math.prod(values.shape[at + 1 :]) for at in range(values.ndim)]
+            pickle += _pickled(name) + b"ctorch._utils\n_rebuild_tensor_v2\n(("
+            pickle += _pickled("storage") + b"ctorch\nFloatStorage\n" + _pickled(str(key)) + _pickled("cpu") + _pickled(values.size)
+            pickle += b"tQK\x00" + _pickled(values.shape) + _pickled(tuple(strides)) + b"\x89ccollections\nOrderedDict\n)RtR"
+            archive.writestr(_entry(f"{folder}data/{key}"), values.astype("<f4").tobytes())
+        archive.writestr(_entry(folder + PICKLE), pickle + b"u.")
+        archive.writestr(_entry(f"{folder}byteorder"), b"little")
+        archive.writestr(_entry(f"{folder}version"), b"3\n")
+    return out.getvalue()
+
+
+def _entry(name: str) -> zipfile.ZipInfo:
+    """A member without the time: the same vectors are the same bytes."""
+    return zipfile.ZipInfo(name)
+
+
+def _pickled(value: str | int | tuple[int, ...]) -> bytes:
+    if isinstance(value, str):
+        return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+    return b"J" + struct.pack("<i", value) if isinstance(value, int) else b"(" + b"".join(map(_pickled, value)) + b"t"
