@@ -28,6 +28,7 @@ from midstream.schemas.probes import Probe
 from midstream.schemas.readings import FeaturesPart, LensPart, ReaderPart
 from midstream.schemas.receipts import LostRange, Receipt
 from midstream.schemas.saes import Sae
+from midstream.schemas.sessions import Session
 from midstream.schemas.source_runs import Run, RunFiles
 from midstream.schemas.specs import RankSpec
 from midstream.schemas.steering import GlobalSteering, Module, Proposal, WorkerSteering
@@ -42,7 +43,7 @@ FILE = Path(__file__).parents[1] / "data" / "wire.json"
 MSGPACK: tuple[Any, ...] = (
     Receipt, LostRange, Hello, Refusal, Job, Output, RankSpec, Run, RunFiles, UnitRecord, Module, Proposal, GlobalSteering,
     WorkerSteering, Tensor, TokenizerBundle, Key, Tenant, Lora, LensPart, FeaturesPart, ReaderPart, Probe, Sae,
-    TunedLens, StoredHarvest, UnitEntry, Plan,
+    TunedLens, StoredHarvest, UnitEntry, Plan, Session,
 )  # fmt: skip
 JSON: tuple[Any, ...] = (
     ModelInfo, WorkerInfo, Event, Problem, Callback, DeliveryAttempt, LoraUse, Out, PartFile, PartManifest, SweepRequest,
@@ -68,6 +69,7 @@ CHOSEN: dict[tuple[str, str], Any] = {
     ("Prompted", "logprobs"): [None],
     ("Sampling", "prompt_logprobs"): 2,
     ("ToolCall", "type"): "function",
+    ("Session", "key"): "0123456789ab",
     ("Event", "data"): {"state": "running", "attempt": 1},
     ("SweepRequest", "neurons"): Neurons(top=[1, 4]),
     ("SweepRequest", "path"): SweepPath(receivers="logits"),
