@@ -1,16 +1,27 @@
 """Captured rows as a pandas data frame or an xarray array (extra `notebook`)."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..frames import pandas, xarray
 
-if TYPE_CHECKING:
-    from .reader import CaptureReader
+
+class Rows(Protocol):
+    """What is asked of a `CaptureReader`."""
+
+    def layers(self, request: int = 0, hook: str | None = None) -> list[int]: ...
+
+    def positions(self, request: int = 0) -> list[int]: ...
+
+    def token_ids(self, request: int = 0) -> list[int]: ...
+
+    def words(self, request: int = 0) -> list[str]: ...
+
+    def array(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray: ...
 
 
-def data_frame(reader: "CaptureReader", hook: str | None, requests: list[int]) -> Any:
+def data_frame(reader: Rows, hook: str | None, requests: list[int]) -> Any:
     """A line for each row, by request, layer and position; columns: token, token_id and the row's elements."""
     module = pandas()
     parts = []
@@ -25,7 +36,7 @@ def data_frame(reader: "CaptureReader", hook: str | None, requests: list[int]) -
     return module.concat(parts)
 
 
-def data_array(reader: "CaptureReader", hook: str | None, request: int) -> Any:
+def data_array(reader: Rows, hook: str | None, request: int) -> Any:
     """`[layer, position, dim]` float32 with its coordinates."""
     module = xarray()
     layers, positions = reader.layers(request, hook), reader.positions(request)

@@ -68,10 +68,12 @@ async def captures(client: AsyncClient, folder: Path) -> None:
     await refused(client.capture(result), "gone")
 
 
-async def steering(client: AsyncClient) -> None:
+async def steering(client: AsyncClient, folder: Path) -> None:
     vector = np.ones(HIDDEN_SIZE, np.float32)
     assert (await client.register_module("joy", {"post_block.1": vector})).digest == (await client.module("joy")).digest
     assert [each.name for each in await client.modules()] == ["joy"]
+    assert await client.export_module("joy", folder / "joy.npz") == "npz"
+    assert (await client.register_module("joy", folder / "joy.npz")).digest == (await client.module("joy")).digest
     plain, steered = [(await client.completion("fake", "hi", steering=each, max_tokens=4)).text for each in ([], [{"module": "joy"}])]
     assert plain != steered
     await client.unregister_module("joy")
@@ -162,7 +164,8 @@ def test_every_call_of_the_awaiting_client_works(up: Up, tmp_path: Path) -> None
         async with Recorder(up.ready()) as client:
             await jobs(client)
             await captures(client, tmp_path)
-            for group in (steering, probes, registries, readings, sweeps, runs, keys, webhooks, harvests):
+            await steering(client, tmp_path)
+            for group in (probes, registries, readings, sweeps, runs, keys, webhooks, harvests):
                 await group(client)
 
     asyncio.run(all_of_them())
