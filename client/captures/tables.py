@@ -10,6 +10,9 @@ from ..frames import pandas, xarray
 class Rows(Protocol):
     """What is asked of a `CaptureReader`."""
 
+    job: str
+    tag: str
+
     def layers(self, request: int = 0, hook: str | None = None) -> list[int]: ...
 
     def positions(self, request: int = 0) -> list[int]: ...
