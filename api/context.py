@@ -46,6 +46,7 @@ from .resolve import admission, global_capture, patches
 from .resolve.callback_url import check_callback
 from .resolve.feature_wishes import FeatureWish
 from .resolve.features import NONE, FeatureFiles, Named, Rows, check_range, check_specs
+from .resolve.lens_args import check_answer
 from .resolve.loras import named_lora
 from .resolve.model_state import NOTHING, ModelState, find_runs
 from .resolve.probes import probes_of
@@ -191,6 +192,7 @@ class AppContext:
         )
         model_state = replace(model_state, features=await self.features(info, parsed.steering))
         admitted = await admission.admit(parsed, info, await self.codec(info), new_job_id(), model_state, caller, lora, probes)
+        check_answer(parsed, admitted.job, info, self.settings.vllm_lens_mib)
         call = request_context.CURRENT.get()
         body = call.body if call is not None else b""
         return await self.accept(admitted.job, info, admitted.blobs, idempotency, admitted.pinned, body)

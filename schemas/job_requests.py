@@ -20,6 +20,7 @@ class JobRequestView(Record):
 
     id: str
     path: str | None  # where it was sent; null: it is part of a harvest
-    body: dict[str, Any] | None  # as it was sent; null: it was larger than 16 KiB, or an older server accepted the job
+    #: As it was sent, with modules of its URL in `steering`; null: it was larger than 16 KiB, or an older server accepted the job.
+    body: dict[str, Any] | None
     prompts: list[ShownPrompt]  # the first 100
     prompts_total: int

@@ -25,13 +25,16 @@ _DTYPES: dict[str, DType] = {
 STORED: dict[DType, str] = {"float32": "float32", "float16": "float16", "bfloat16": "int16"}
 #: Bytes that a frame may look back; what zstandard writes at its lowest level needs less.
 _WINDOW = 1 << 27
-_MAX_TEXT = 2 * MAX_TENSOR_BYTES
+#: Characters of tensors in JSON.
+MAX_LENS_TEXT = 2 * MAX_TENSOR_BYTES
+#: Bytes of the tensors of one request together: compressed, they may be small.
+MAX_LENS_BYTES = 4 * MAX_TENSOR_BYTES
 
 
 class LensTensor(msgspec.Struct, forbid_unknown_fields=True):
     """A tensor in JSON."""
 
-    data: Annotated[str, msgspec.Meta(max_length=_MAX_TEXT)]
+    data: Annotated[str, msgspec.Meta(max_length=MAX_LENS_TEXT)]
     dtype: Annotated[str, msgspec.Meta(max_length=32)]
     shape: Annotated[list[Index], msgspec.Meta(min_length=1, max_length=3)]
     original_dtype: Annotated[str, msgspec.Meta(max_length=32)] | None = None
@@ -109,6 +112,8 @@ def specs_of(vector: LensVector) -> list[SteeringSpec]:
         if positions is not None:
             raise LensVectorError("position_indices", "is for activations of shape [layers, positions, hidden_size]", "null")
         return [SteeringSpec(layers=layer, vector=row, **common) for layer, row in zip(layers, rows, strict=True)]
+    if len(layers) * shape[1] > MAX_ENTRIES:
+        raise LensVectorError("activations", f"has {len(layers)} layers of {shape[1]} positions", f"at most {MAX_ENTRIES} rows in all")
     places = list(range(shape[1])) if positions is None else positions
     if len(places) != shape[1] or len(set(places)) != len(places):
         raise LensVectorError("position_indices", f"has {len(places)} positions for {shape[1]} rows", "as many, each once")

@@ -85,6 +85,8 @@ MAX_PATCH_ROWS = 1 << 16  # of `patch`, over all prompts of a job: each names a 
 MAX_MASKS = 256  # that differ, of a job: each is stored as a vector
 MAX_NORM_ROWS = 4096  # positions of one answer of `GET /v1/captures/{id}/norms`
 MAX_NORM_VALUES = 1 << 17  # layers × positions of one such answer
+MAX_URL_MODULES = 16  # of `?module=`
+MAX_MODULE_TEXT = 160  # `NAME:SCALE`
 MAX_NORM_BYTES = 4 << 30  # of the files that one such answer reads and checks
 MAX_TENSOR_DIMS = 2
 MAX_TENSOR_BYTES = 8 << 20

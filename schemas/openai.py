@@ -33,6 +33,7 @@ from .jobs import (
     StructuredRequest,
 )
 from .lens import LensSpec
+from .lens_args import LensArgs, LensRows
 from .limits import MAX_CHOICES, MAX_PROMPT_TOKENS, Count, Index, Label, Metadata, Name, Text
 from .loras import Adapted, LoraSupport
 from .probes import ProbeList, ProbeResult, TokenScores
@@ -157,6 +158,10 @@ class OpenAIRequest(Adapted, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # tokens of log-probabilities read `token_id:N`
 
+    # As vllm-lens' clients send them
+    vllm_xargs: LensArgs | None = None
+    extra_args: LensArgs | None = None  # the same
+
     # Accepted, and without effect
     user: Label | None = None
     safety_identifier: Label | None = None
@@ -235,6 +240,7 @@ class Answer(Record, kw_only=True):
     lens: list[LensReading] | UnsetType = UNSET  # one per prompt, if the request asked for one
     readers: list[ReaderReading] | UnsetType = UNSET  # of each prompt one per reader, if the request asked for some
     features: list[FeaturesReading] | UnsetType = UNSET  # likewise
+    activations: dict[str, LensRows] | UnsetType = UNSET  # `residual_stream`, with vllm-lens' `output_residual_stream`
     #: Present with probes; in the last chunk of a stream.
     probes: list[ProbeResult] | UnsetType = UNSET
     #: In chunks of a stream with probes: of tokens fed back to the model since the last chunk; the first are those of the prompt's last.

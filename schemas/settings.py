@@ -151,6 +151,7 @@ class Settings(Record):
     memory_limit_kib: Annotated[int, msgspec.Meta(ge=1, le=32 * 1024)] = (
         256  # consumer `memory`: the most that comes back in a response, per prompt
     )
+    vllm_lens_mib: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 32  # rows in an answer to vllm-lens' clients; 0: refuse their fields
     capture_quota_mib: Natural = 0  # of the artifact store; beyond it captures are rejected; 0: no quota
     capture_ttl_s: Natural = 0  # captures are deleted this long after the end of their job; 0: kept
     global_capture: str = ""  # taken of every request, such as `post_block:all;pre_attn:0-17`

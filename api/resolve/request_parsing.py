@@ -63,6 +63,8 @@ class ParsedRequest:
     handling: Handling = field(default_factory=Handling)
     lora: str | None = None
     probes: list[str | ProbeUse] = field(default_factory=list)
+    returns_rows: bool = False  # the answer has the rows of `capture`, as vllm-lens' clients read them
+    written: dict[str, str] = field(default_factory=dict)  # field of ours → where the request has it instead
 
 
 def parse_job(body: JobRequest) -> ParsedRequest:

@@ -7,21 +7,26 @@ also those that watch all traffic: a rank might report that it could not.) Witho
 captures are `pending` then, with the place to look.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
+import anyio.to_thread
 from litestar import Response, post
 from litestar.openapi.datastructures import ResponseSpec
-from litestar.params import JSONBody
+from litestar.params import JSONBody, QueryParameter
 from litestar.response import Stream
 
 from ...schemas.base import now
 from ...schemas.errors import MidstreamError
-from ...schemas.jobs import JobView
+from ...schemas.jobs import JobResult, JobView
+from ...schemas.lens_args import LensRows
+from ...schemas.limits import MAX_MODULE_TEXT, MAX_URL_MODULES
 from ...schemas.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest
-from ..context import context_of, unless_client_leaves
+from ..context import AppContext, context_of, unless_client_leaves
+from ..resolve.lens_args import TAG, as_written, with_lens_args
 from ..resolve.readings import asked as asked_readings
 from ..resolve.request_parsing import ParsedRequest, parse_chat, parse_completion
-from ..responses import events, openai_shapes
+from ..resolve.url_modules import modules_of, with_modules
+from ..responses import events, lens_rows, openai_shapes
 from ..responses.openai_shapes import Shape
 from ..responses.outcome import ACCEPTED, LIVE, UNDER_WAY, accepted, failed, failure_of, is_over, job_url, result_of
 from ..responses.streaming import Streamed
@@ -30,6 +35,8 @@ from ..web.auth import caller_of
 from ..web.body import JsonRequest
 from ..web.middleware import released
 from ..web.problems import JOB_HEADER
+from ..web.request_context import keep_steering
+from .captures import opened, reading, tag_of
 from .jobs import SUBMIT_ERRORS, Key
 
 RESPONSES = {
@@ -38,20 +45,36 @@ RESPONSES = {
 }
 DESCRIPTION = (
     "OpenAI's API with `steering`, `patch`, `capture`, `lens`, `features`, `readers` and `capture_wait`. With `stream: true` the answer "
-    "is server-sent chunks; the last one before `[DONE]` carries `capture_results` and `determinism`."
+    "is server-sent chunks; the last one before `[DONE]` carries `capture_results` and `determinism`. `?module=NAME:SCALE` adds named "
+    "modules to `steering`."
 )
+Modules = Annotated[
+    list[Annotated[str, QueryParameter(max_length=MAX_MODULE_TEXT)]] | None,
+    QueryParameter(name="module", max_items=MAX_URL_MODULES, description="A named steering module: `NAME`, or `NAME:SCALE`; repeatable"),
+]
 
 
 async def _answer(
-    request: JsonRequest, body: CompletionRequest | ChatRequest, parsed: ParsedRequest, shape: Shape, key: str | None
+    request: JsonRequest,
+    body: CompletionRequest | ChatRequest,
+    parsed: ParsedRequest,
+    shape: Shape,
+    key: str | None,
+    modules: list[str] | None,
 ) -> Response[Any]:
     context = context_of(request)
+    entries = modules_of(modules or [])
+    keep_steering(entries)
+    parsed = with_modules(parsed, entries)
+    if body.vllm_xargs is not None or body.extra_args is not None:
+        parsed = await anyio.to_thread.run_sync(with_lens_args, parsed, body, context.settings.vllm_lens_mib)
     created, wanted = now(), openai_shapes.wanted_of(body)
     choices = len(parsed.prompts) * parsed.n
-    job_id = await context.submit(parsed, request.idempotency(key), caller_of(request))
+    with as_written(parsed):
+        job_id = await context.submit(parsed, request.idempotency(key), caller_of(request))
     headers = {JOB_HEADER: job_id, "Location": job_url(context, job_id)}
     read = [*asked_readings(parsed), *(["probes"] if parsed.probes else [])]
-    hold = body.capture_wait or bool(read) or (parsed.capture is not None and "memory" in parsed.capture.consumers)
+    hold = body.capture_wait or bool(read) or parsed.returns_rows or (parsed.capture is not None and "memory" in parsed.capture.consumers)
 
     def until(view: JobView) -> bool:
         return is_over(view) or (not hold and not view.steered and not view.probed and view.generated is not None)
@@ -89,21 +112,34 @@ async def _answer(
             result = outcome.result or await result_of(context, job_id)
             if is_over(view) or len(result.outputs) == choices:
                 break  # else its worker died in between and the outputs went with the attempt
+        more = openai_shapes.extras(result, asked(view), is_over(view), read)
+        if parsed.returns_rows:
+            more["activations"] = await _activations(context, result)
     except MidstreamError as error:  # the job is accepted all the same: say where it is
         return problems.answer(request, error.problem(instance=job_url(context, job_id)), {**headers, "x-should-retry": "false"})
     released(request, outcome)
-    more = openai_shapes.extras(result, asked(view), is_over(view), read)
     return Response(openai_shapes.whole(shape, result, created, wanted, more), status_code=200, headers=headers)
 
 
+async def _activations(context: AppContext, result: JobResult) -> dict[str, LensRows]:
+    """The rows that vllm-lens' `output_residual_stream` asked for."""
+    results = result.capture_results
+    if results.status != "ok":
+        raise MidstreamError("capture_failed", f"the capture is {results.status}: {results.detail}")
+    entries = sorted((entry for entry in results.files if tag_of(entry) == TAG), key=lambda entry: entry.pp)
+    return await reading(context, result.id, entries, lambda *where: lens_rows.activations(opened(*where)), context.measuring)
+
+
 @post("/v1/completions", status_code=200, summary="Create a completion", description=DESCRIPTION, responses=RESPONSES)
-async def complete(data: JSONBody[CompletionRequest], request: JsonRequest, key: Key = None) -> Response[Completion]:
-    return await _answer(request, data, parse_completion(data), openai_shapes.COMPLETION, key)
+async def complete(
+    data: JSONBody[CompletionRequest], request: JsonRequest, key: Key = None, module: Modules = None
+) -> Response[Completion]:
+    return await _answer(request, data, parse_completion(data), openai_shapes.COMPLETION, key, module)
 
 
 @post("/v1/chat/completions", status_code=200, summary="Create a chat completion", description=DESCRIPTION, responses=RESPONSES)
-async def chat(data: JSONBody[ChatRequest], request: JsonRequest, key: Key = None) -> Response[ChatCompletion]:
-    return await _answer(request, data, parse_chat(data), openai_shapes.CHAT, key)
+async def chat(data: JSONBody[ChatRequest], request: JsonRequest, key: Key = None, module: Modules = None) -> Response[ChatCompletion]:
+    return await _answer(request, data, parse_chat(data), openai_shapes.CHAT, key, module)
 
 
 ROUTES = [complete, chat]

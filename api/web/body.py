@@ -112,7 +112,8 @@ class JsonRequest(Request[Any, Any, Any]):
         wanted = self.route_handler.parsed_data_field
         body = await self.body()
         if "idempotency-key" in self.headers:
-            asked = hashlib.sha256(self.url.path.encode() + b"\0")
+            query = f"?{self.url.query}" if self.url.query else ""
+            asked = hashlib.sha256(f"{self.url.path}{query}".encode() + b"\0")
             asked.update(body)
             self._asked = asked.hexdigest()
         call = CURRENT.get()

@@ -1,9 +1,13 @@
 """The call that is being answered: what handlers and error answers need to know of it."""
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from ...broker.ops.traces import Span
+from ...schemas.base import from_json, to_json
+from ...schemas.job_requests import MAX_KEPT_BODY
 
 #: Methods that change something and are always traced. Other calls are traced only if their caller traces them.
 TRACED = frozenset({"POST", "PUT", "DELETE", "PATCH"})
@@ -16,7 +20,7 @@ class Call:
     span: Span
     began: float  # as `time.perf_counter` has it
     method: str
-    body: bytes = b""  # as it came, if it is small
+    body: bytes = b""  # what is kept beside its job: as it came, if it is small, with what its URL adds
     job: str = ""  # the id under which a job is being accepted
     url: str = ""  # where the job is found
     accepted: bool = False  # whether the ledger has confirmed it
@@ -30,6 +34,14 @@ def traceparent() -> str:
     """Headers for the calls that this one causes; empty without tracing."""
     call = CURRENT.get()
     return call.span.traceparent if call is not None else ""
+
+
+def keep_steering(entries: Sequence[dict[str, Any]]) -> None:
+    """Note that the URL adds these entries to the body's `steering`: the body that is kept has them, and can be sent alone."""
+    if (call := CURRENT.get()) is not None and call.body and entries:
+        body = from_json(call.body, dict[str, Any])
+        raw = to_json(body | {"steering": [*body.get("steering", []), *entries]})
+        call.body = raw if len(raw) <= MAX_KEPT_BODY else b""
 
 
 def awaits_log() -> bool:

@@ -19,15 +19,16 @@ from midstream.schemas.base import from_json
 from midstream.schemas.errors import Problem
 from midstream.schemas.jobs import Job, JobRequest, Sampling
 from midstream.schemas.json_bounds import TooManyValues, check_json
+from midstream.schemas.lens_args import REFUSED
 from midstream.schemas.openai import ONLY
 from midstream.schemas.settings import Settings
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 #: JSON has no infinity, and their limits depend on the op and the model: `api/resolve/interventions.py`.
-LIMITED_BY_OP = {f"SteeringSpec.{name}" for name in ("scale", "strength", "low", "high")}
-#: Kept as they came and refused by name: `api/resolve/request_parsing.py`.
-UNSERVED = {f"{kind}.{name}" for kind in ("CompletionRequest", "ChatRequest") for name in ONLY}
+LIMITED_BY_OP = {f"SteeringSpec.{name}" for name in ("scale", "strength", "low", "high")} | {"LensVector.scale"}
+#: Kept as they came and refused by name: `api/resolve/request_parsing.py`, `api/resolve/lens_args.py`.
+UNSERVED = {f"{kind}.{name}" for kind in ("CompletionRequest", "ChatRequest") for name in ONLY} | {f"LensArgs.{name}" for name in REFUSED}
 #: JSON schemas and the like, whose size and depth `api/resolve/formats.py` bounds.
 BOUNDED_LATER = {
     "ChatRequest.chat_template_kwargs", "FunctionDefinition.parameters", "JsonSchema.schema", "StructuredRequest.json"

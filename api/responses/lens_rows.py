@@ -1,0 +1,23 @@
+"""The rows of a capture as vllm-lens' answers have them."""
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+from ...schemas.dtypes import ITEM_BYTES, DType
+from ...schemas.lens_args import LensRows
+from ...schemas.lens_vectors import packed as in_json
+from . import packed
+
+HOOK = "post_block"
+
+
+def activations(blobs: Sequence[packed.OpenBlob]) -> dict[str, LensRows]:
+    """One prompt's rows at `post_block` from all its blobs. Raises MidstreamError as `packed.join`; OSError, EOFError."""
+    manifest = blobs[0].header.manifest
+    dtype = cast(DType, manifest.dtype)
+    shape = [len(manifest.all_sites[HOOK]), len(manifest.positions), manifest.hidden_size]
+    joined = packed.join(blobs, {HOOK: manifest.all_sites[HOOK]})
+    raw = b"".join(joined.chunks())
+    raw = raw[len(joined.head) : len(joined.head) + math.prod(shape) * ITEM_BYTES[dtype]]  # the rows come first
+    return {"residual_stream": LensRows(**in_json(dtype, shape, raw))}
