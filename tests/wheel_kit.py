@@ -37,6 +37,7 @@ EXTRAS: dict[str, Extra] = {
     "harvest": Extra("import midstream.client.harvest, pyarrow.parquet"),
     "lens": Extra("import transformer_lens", (TORCH, "lens.lock")),
     "sae": Extra("import sae_lens, midstream; midstream.Client", (TORCH, "sae.lock")),
+    "inspect": Extra("import inspect_ai, midstream.client.inspect_provider", ("inspect.lock",)),
     "docs": Extra("import mkdocs, material, mkdocstrings, midstream.client.cli.main", ("docs.lock",)),
     "broker": Extra("import midstream.broker.relay, midstream.broker.callbacks, midstream.broker.ledger.jobs"),
     "otel": Extra("import opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http"),

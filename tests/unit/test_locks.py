@@ -25,6 +25,7 @@ EXTRAS_OF = {
     "worker.lock": ("cpu", "model", "otel", "s3"),
     "gpu.lock": ("gpu", "model", "otel", "s3"),
     "docs.lock": ("docs",),
+    "inspect.lock": ("inspect",),
     "lens.lock": ("lens",),
     "sae.lock": ("sae",),
 }

@@ -27,7 +27,7 @@ STARTERS = {
     "client/cli/main.py", "client/cli/acl.py", "client/cli/curve.py", "client/cli/keys.py",
 }  # fmt: skip
 #: Imported inside functions only, so it may reach further at its top.
-LOADED_LATE = {"client/cli/demo.py", "client/harvest/training.py"}
+LOADED_LATE = {"client/cli/demo.py", "client/harvest/training.py", "client/inspect_provider.py"}
 STARTERS_MAY = {"broker", "workers"}
 
 #: Folder → its rooms (and the modules beside them) from top to bottom, those of one line side by side. Each may import what stands
@@ -37,7 +37,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "api": ("__main__", "app", "openapi", "routes", "responses", "context", "resolve operations", "web"),
     "client": (
         "__main__",
-        "cli",
+        "cli inspect_provider",
         "study lens",
         "render",
         "stack",

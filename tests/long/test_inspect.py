@@ -1,0 +1,111 @@
+"""Inspect AI, as it is published, evaluates the demo model through the provider `midstream/<model>`."""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai_answers import TOOL_PARSER
+from stack import Stack
+from tree import ROOT
+
+from midstream.client import Client
+from midstream.workers.demo_model import fetch_demo_model
+
+pytestmark = pytest.mark.timeout(1500)
+HIDDEN = 576
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """Inspect AI wants other versions than vLLM: its own environment, made once and kept."""
+    done = subprocess.run(["make", "inspect"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return ROOT / ".cache" / "inspect" / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    options = {"engine": "vllm", "model": str(fetch_demo_model()), "model_name": "demo", "max_model_len": 512, "kv_cache_gib": 0.25}
+    slow = {"lease_s": 15.0, "visibility_timeout_s": 30, "tool_parser": TOOL_PARSER, "certify": False}
+    with Stack(tmp_path_factory.mktemp("inspect"), api=True, start_timeout_s=300, **options, **slow) as stack:
+        yield stack
+
+
+def program(python: Path, service: Stack, folder: Path, *arguments: str) -> str:
+    """Its output. Inspect's cache and traces lie in `folder`."""
+    own = {"MIDSTREAM_PUBLIC_URL": service.url, "INSPECT_CACHE_DIR": str(folder / "cache"), "XDG_DATA_HOME": str(folder)}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
+    done = subprocess.run([str(python), *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def found(python: Path, service: Stack, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What tests/inspect_calls.py reports."""
+    folder = tmp_path_factory.mktemp("calls")
+    vector = np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32) * 8
+    with Client(service.url) as client:
+        client.register_module("shift", [{"layers": 15, "vector": vector}])
+    printed = program(python, service, folder, str(ROOT / "tests" / "inspect_calls.py"), service.url, str(folder / "logs"))
+    return json.loads(printed.splitlines()[-1])
+
+
+def test_a_sample_sets_modules_patches_and_captures_of_its_own(found: Any, service: Stack) -> None:
+    samples = found["samples"]
+    texts = {samples[name]["text"] for name in ("plain", "module", "patched")}
+    assert len(texts) == 3, "each changes the answer"
+    assert samples["captured"]["text"] == samples["plain"]["text"]
+    ours = samples["captured"]["ours"]
+    assert (ours["capture_results"]["status"], ours["capture_results"]["job"]) == ("ok", ours["job"])
+    assert samples["module"]["ours"]["determinism"]["consistent"] is True
+    with Client(service.url) as client:
+        assert client.capture(ours["job"]).array(10).shape[1] == HIDDEN
+
+
+def test_arguments_of_the_model_hold_unless_a_sample_replaces_them(found: Any) -> None:
+    samples = found["samples"]
+    assert found["model"]["module"]["text"] == samples["module"]["text"]
+    assert found["model"]["over"]["text"] == samples["plain"]["text"]
+    assert found["ignored"]["graded"]["text"] == samples["plain"]["text"]
+
+
+def test_a_mistake_fails_the_sample_with_the_text_that_names_it(found: Any) -> None:
+    assert "metadata 'midstream' of sample 'unknown': unknown field 'moduls'; valid: steering" in found["samples"]["unknown"]["error"]
+    assert "nobody" in found["samples"]["missing"]["error"]
+    assert found["samples"]["plain"]["error"] is None
+    texts = (
+        "unknown field 'moduls'",
+        "steering[0].layer: unknown field",
+        "modules: must be a name",
+        "per_sample: 'no' is not true or false",
+    )
+    assert all(text in error for text, error in zip(texts, found["refused"], strict=True)), found["refused"]
+
+
+def test_a_cached_answer_is_of_the_same_interventions(found: Any) -> None:
+    first, second, steered = (each["plain"] for each in found["cached"])
+    assert (first["cached"], second["cached"], steered["cached"]) == (["write"], ["read"], ["write"])
+    assert first["text"] == second["text"] == found["samples"]["plain"]["text"]
+    assert steered["text"] == found["samples"]["module"]["text"]
+
+
+def test_a_tool_is_called(found: Any) -> None:
+    assert len(found["called"]) == 1
+    assert found["tools"]["tools"]["error"] is None
+    assert found["tools"]["tools"]["messages"] == ["user", "assistant", "tool"]
+
+
+def test_the_example_scores_the_module_higher(python: Path, service: Stack, tmp_path: Path) -> None:
+    printed = program(python, service, tmp_path, str(ROOT / "examples" / "inspect_steering.py"), "--logs", str(tmp_path / "logs"))
+    print(printed)
+    without, steered = map(
+        float, re.findall(r"^with\S* ?.*?: ([-+][0-9.]+) \(standard error [0-9.]+, 12 samples\)$", printed, re.MULTILINE)
+    )
+    assert steered > without
