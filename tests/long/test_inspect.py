@@ -17,7 +17,8 @@ from tree import ROOT
 from midstream.client import Client
 from midstream.workers.demo_model import fetch_demo_model
 
-pytestmark = pytest.mark.timeout(1500)
+#: Run by hand: an environment of its own, and calls of tools that the demo model does not always make.
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.packages]
 HIDDEN = 576
 
 
