@@ -25,6 +25,8 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
         "reference/http.md": lambda: reference.http(ROOT / "docs" / "openapi.json"),
     }
 }
+#: Files whose text has links that are followed.
+PROSE = (".md", ".ipynb")
 FENCE = re.compile(r"^(?P<mark>`{3,}).*?^(?P=mark) *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 SECTION = re.compile(r"^## (.+)\n((?:(?!## ).*\n?)*)", re.MULTILINE)
@@ -83,8 +85,8 @@ def on_files(files: Files, config: Any) -> Files:
         _origins[uri(path)] = path
         if not path.startswith("docs/"):
             files.append(File.generated(config, uri(path), content=_shown(path, text)))
-        if path.endswith(".md"):
-            outside = {target for target in targets(text, path) if not target.startswith("docs/")} - seen
+        if path.endswith(PROSE):
+            outside = {target for target in targets(_shown(path, text), path) if not target.startswith("docs/")} - seen
             waiting += outside
             seen |= outside
     return files
@@ -102,7 +104,7 @@ def _shown(path: str, text: str) -> str:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Leads links to files of the repository to their pages; those to folders outside `docs/` become text."""
     path = _origins.get(page.file.src_uri)
-    if path is None or not path.endswith(".md"):
+    if path is None or not path.endswith(PROSE):
         return markdown
 
     def moved(link: re.Match[str]) -> str:
