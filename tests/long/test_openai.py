@@ -32,6 +32,7 @@ def ask(service: Stack, path: str, **body: Any) -> dict[str, Any]:
     return dict(response.json())
 
 
+@pytest.mark.packages  # by hand: two servers, ten minutes
 def test_answers_equal_those_of_stock_vllm(service: Stack, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Every sixth call (`OPENAI_CALLS=all`: all): equal in every field, or different for the reason that the page names."""
     wrong = {}
