@@ -6,10 +6,10 @@ study.heatmap("eiffel.png")
 study.top(5)
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
 
 import msgspec
 
@@ -22,7 +22,8 @@ from .. import frames, values
 from ..render import heatmap, notebook
 from ..sdk import grid as grids
 from ..sdk import sweeps, wire
-from ..sdk.client import AsyncClient, Client
+from ..sdk.calls import Blocking, call
+from ..sdk.client import AllCalls, AsyncClient, Client
 from ..sdk.grid import Effect, Grid
 from ..sdk.progress import bar
 
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
+B = TypeVar("B", bound=Blocking)
+C = TypeVar("C", Client, AsyncClient)
+P = ParamSpec("P")
+S = TypeVar("S")
 #: A pair as users write it; a tuple: clean, corrupt, answer, foil.
 Pair = SweepPair | Mapping[str, Any] | Sequence[str | list[int] | None]
 #: What a saved study is, and the shape of it that is written.
@@ -61,8 +66,22 @@ class _Header(msgspec.Struct):
     midstream: str = "an unknown version"
 
 
-class _Study:
-    """Base of both kinds of study: the request and its result."""
+class _study_call(call[P, Any]):
+    """A call that returns a study of the kind that it is called on."""
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __get__(self, client: None, kind: type[Any]) -> Any: ...
+        @overload
+        def __get__(self, client: B, kind: type[Any]) -> Callable[P, B]: ...
+        @overload
+        def __get__(self, client: S, kind: type[Any]) -> Callable[P, Coroutine[Any, Any, S]]: ...
+        def __get__(self, client: Any, kind: type[Any]) -> Any: ...
+
+
+class _Study(Generic[C]):
+    """Base of both kinds of study: the request and its result. Its calls are written once, see `client.sdk.calls`."""
 
     def __init__(
         self,
@@ -71,8 +90,10 @@ class _Study:
         answer: str | list[int] | None = None,
         foil: str | list[int] | None = None,
         *,
+        client: C | None = None,
         model: str | None = None,
     ):
+        self._client: C | None = client
         self._pairs = [_pair({"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil})]
         self._unzoomed: list[SweepPair] | None = None  # the pairs of the study of which this one is a part
         self._model = model
@@ -80,6 +101,23 @@ class _Study:
         self._result: SweepResult | None = None
         #: The last sweep's job. Its captures under the tags `base` and `source` are the rows of the prompts as they are.
         self.job = ""
+
+    @classmethod
+    def pairs(cls, pairs: Sequence[Pair], *, client: C | None = None, model: str | None = None) -> Self:
+        """A study of several pairs at once: their grids must have the same number of columns (see `spans`)."""
+        study = cls("", client=client, model=model)
+        study._pairs = _pairs(pairs)
+        return study
+
+    @classmethod
+    def of(cls, job: str, request: SweepRequest, result: SweepResult, client: C | None = None) -> Self:
+        """A study of a sweep that was submitted by other means."""
+        return cls.pairs(request.pairs, client=client, model=request.model)._keep(job, request, result)
+
+    @classmethod
+    def load(cls, path: Path | str, client: C | None = None) -> Self:
+        """What `save` wrote. Raises MidstreamError for another file, or one of another version; OSError."""
+        return cls("", client=client)._read(path)
 
     def __repr__(self) -> str:
         first = self._pairs[0]
@@ -207,45 +245,10 @@ class _Study:
         )
         return pairs, {name: value for name, value in asked.items() if name not in ("model", "pairs", "positions")} | fields
 
-
-class PatchStudy(_Study):
-    """Two prompts that differ in what they ask, the answer after `clean` and the foil after `corrupt`; without `corrupt`: an ablation.
-
-    `client`: by default one of its own at the default address. `model`: by default the one that is served.
-    """
-
-    def __init__(
+    @_study_call
+    async def sweep(
         self,
-        clean: str | list[int],
-        corrupt: str | list[int] | None = None,
-        answer: str | list[int] | None = None,
-        foil: str | list[int] | None = None,
-        *,
-        client: Client | None = None,
-        model: str | None = None,
-    ):
-        super().__init__(clean, corrupt, answer, foil, model=model)
-        self._client = client
-
-    @classmethod
-    def pairs(cls, pairs: Sequence[Pair], *, client: Client | None = None, model: str | None = None) -> Self:
-        """A study of several pairs at once: their grids must have the same number of columns (see `spans`)."""
-        study = cls("", client=client, model=model)
-        study._pairs = _pairs(pairs)
-        return study
-
-    @classmethod
-    def of(cls, job: str, request: SweepRequest, result: SweepResult, client: Client | None = None) -> Self:
-        """A study of a sweep that was submitted by other means."""
-        return cls.pairs(request.pairs, client=client, model=request.model)._keep(job, request, result)
-
-    @classmethod
-    def load(cls, path: Path | str, client: Client | None = None) -> Self:
-        """What `save` wrote. Raises MidstreamError for another file, or one of another version; OSError."""
-        return cls("", client=client)._read(path)
-
-    def sweep(
-        self,
+        /,
         *,
         spans: Sequence[PairSpan | Mapping[str, Any]] | None = None,
         progress: bool | sweeps.Progress = True,
@@ -257,14 +260,12 @@ class PatchStudy(_Study):
 
         `progress`: True: a bar on a terminal or in a notebook; or a callable that gets every event of the sweep.
         """
-        with self._connected() as client:
-            request = self._asked(self._model or wire.only_model(client.models()), spans, fields)
-            with _shown(progress) as show:
-                job = client.submit_sweep(request).id
-                return self._keep(job, request, client.sweep_result(job, show, cancel=True))
+        return await self._swept(progress, spans, **fields)
 
-    def zoom(
+    @_study_call
+    async def zoom(
         self,
+        /,
         region: Region | Effect | None = None,
         *,
         hooks: list[HookName] | None = None,
@@ -281,69 +282,45 @@ class PatchStudy(_Study):
         pairs, asked = self._closer(region, hooks, layers, columns, fields)
         study = type(self).pairs(pairs, client=self._client, model=self.request.model)
         study._unzoomed = self.request.pairs
-        return study.sweep(progress=progress, **asked)
+        return await study._swept(progress, **asked)
 
-    @contextmanager
-    def _connected(self) -> Iterator[Client]:
-        if self._client is not None:
-            yield self._client
-            return
-        with Client() as client:
-            yield client
+    async def _swept(
+        self, progress: bool | sweeps.Progress, spans: Sequence[PairSpan | Mapping[str, Any]] | None = None, **fields: Any
+    ) -> Self:
+        async with self._connected() as client:
+            request = self._asked(self._model or wire.only_model(await client.models()), spans, fields)
+            with _shown(progress) as show:
+                job = (await client.submit_sweep(request)).id
+                return self._keep(job, request, await client.sweep_result(job, show, cancel=True))
+
+    def _connected(self) -> AbstractAsyncContextManager[AllCalls]:
+        """The calls of its client, as coroutines: of its own one until the end of the block."""
+        raise NotImplementedError
 
 
-class AsyncPatchStudy(_Study):
+class PatchStudy(Blocking, _Study[Client]):
+    """Two prompts that differ in what they ask, the answer after `clean` and the foil after `corrupt`; without `corrupt`: an ablation.
+
+    `client`: by default one of its own at the default address. `model`: by default the one that is served.
+    """
+
+    @property
+    def _awaited(self) -> Self:
+        return self
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[AllCalls]:
+        with nullcontext(self._client) if self._client else Client() as client:
+            yield client._awaited
+
+
+class AsyncPatchStudy(_Study[AsyncClient]):
     """The same, awaited: `await study.sweep()`, `await study.zoom(…)`."""
 
-    def __init__(
-        self,
-        clean: str | list[int],
-        corrupt: str | list[int] | None = None,
-        answer: str | list[int] | None = None,
-        foil: str | list[int] | None = None,
-        *,
-        client: AsyncClient,
-        model: str | None = None,
-    ):
-        super().__init__(clean, corrupt, answer, foil, model=model)
-        self._client = client
-
-    @classmethod
-    def pairs(cls, pairs: Sequence[Pair], *, client: AsyncClient, model: str | None = None) -> Self:
-        study = cls("", client=client, model=model)
-        study._pairs = _pairs(pairs)
-        return study
-
-    @classmethod
-    def load(cls, path: Path | str, client: AsyncClient) -> Self:
-        return cls("", client=client)._read(path)
-
-    async def sweep(
-        self,
-        *,
-        spans: Sequence[PairSpan | Mapping[str, Any]] | None = None,
-        progress: bool | sweeps.Progress = True,
-        **fields: Any,
-    ) -> Self:
-        request = self._asked(self._model or wire.only_model(await self._client.models()), spans, fields)
-        with _shown(progress) as show:
-            job = (await self._client.submit_sweep(request)).id
-            return self._keep(job, request, await self._client.sweep_result(job, show, cancel=True))
-
-    async def zoom(
-        self,
-        region: Region | Effect | None = None,
-        *,
-        hooks: list[HookName] | None = None,
-        layers: LayerSelector | None = None,
-        columns: Sequence[str | int] | None = None,
-        progress: bool | sweeps.Progress = True,
-        **fields: Any,
-    ) -> Self:
-        pairs, asked = self._closer(region, hooks, layers, columns, fields)
-        study = type(self).pairs(pairs, client=self._client, model=self.request.model)
-        study._unzoomed = self.request.pairs
-        return await study.sweep(progress=progress, **asked)
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[AllCalls]:
+        async with nullcontext(self._client) if self._client else AsyncClient() as client:
+            yield client
 
 
 def _pairs(pairs: Sequence[Pair]) -> list[SweepPair]:

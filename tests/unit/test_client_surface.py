@@ -8,7 +8,7 @@ from typing import Any, assert_type, get_args
 import pytest
 from http_kit import reply, server
 
-from midstream.client import AsyncClient, Client
+from midstream.client import AsyncClient, AsyncPatchStudy, Client, PatchStudy
 from midstream.client.sdk.calls import Blocking, Calls, call, finish, iterate, stream
 from midstream.client.sdk.transport import AwaitingTransport, BlockingTransport
 from midstream.schemas.jobs import Event, JobResult, JobView
@@ -34,8 +34,18 @@ def test_both_clients_have_the_same_calls_and_signatures() -> None:
         assert not inspect.iscoroutinefunction(blocking[name]), name
 
 
-def test_every_call_has_a_docstring() -> None:
-    assert [name for name, member in public(Client).items() if not inspect.getdoc(member)] == []
+def test_both_studies_have_the_same_calls_and_signatures() -> None:
+    blocking, awaiting = public(PatchStudy), public(AsyncPatchStudy)
+    assert blocking.keys() == awaiting.keys()
+    for name in blocking:
+        assert inspect.signature(blocking[name]) == inspect.signature(awaiting[name]), name
+        assert not inspect.iscoroutinefunction(blocking[name]), name
+    assert {name for name in awaiting if inspect.iscoroutinefunction(awaiting[name])} == {"sweep", "zoom"}
+
+
+@pytest.mark.parametrize("kind", [Client, PatchStudy])
+def test_every_call_has_a_docstring(kind: type) -> None:
+    assert [name for name, member in public(kind).items() if not inspect.getdoc(member)] == []
 
 
 def test_type_checkers_see_results_of_one_client_and_coroutines_of_the_other() -> None:
@@ -46,11 +56,14 @@ def test_type_checkers_see_results_of_one_client_and_coroutines_of_the_other() -
         assert_type(await client.run(model="m"), JobResult)
         async for event in client.events("job_x"):
             assert_type(event, Event)
+        study = await AsyncPatchStudy("a").sweep()
+        assert_type(await study.zoom(), AsyncPatchStudy)
 
     def blocked(client: Client) -> None:
         assert_type(client.submit(model="m"), JobView)
         assert_type(client.run(model="m"), JobResult)
         assert_type(client.events("job_x"), Iterator[Event])
+        assert_type(PatchStudy("a").sweep().zoom(), PatchStudy)
 
     assert awaited
     assert blocked
