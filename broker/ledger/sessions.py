@@ -19,8 +19,8 @@ LOGINS = "ms:key-logins:"
 ID_BYTES = 32
 _ID = re.compile(r"[0-9a-f]{64}")
 
-#: Logins that one address may try in a minute. A key cannot be guessed; this bounds what trying costs.
-LOGINS_PER_MINUTE = 30
+#: Wrong keys that one address may try in a minute. A key cannot be guessed; this bounds what trying costs.
+WRONG_PER_MINUTE = 30
 MINUTE_S = 60
 
 
@@ -42,17 +42,24 @@ class Sessions:
 
     @reachable
     async def admit(self, address: str) -> None:
-        """Count a login from `address`. Raises `rate_limited` with the wait."""
+        """Count a login from `address` as a wrong key until `forget` is called. Raises `rate_limited` with the wait."""
         key = f"{LOGINS}{address}"
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.set(key, 0, ex=MINUTE_S, nx=True).incr(key).ttl(key)
             _, tried, left = await pipe.execute()
-        if tried > LOGINS_PER_MINUTE:
+        if tried > WRONG_PER_MINUTE:
             wait = max(1, left)
             raise MidstreamError(
-                "rate_limited", f"more than {LOGINS_PER_MINUTE} logins from this address within a minute", allowed=f"wait {wait} s",
+                "rate_limited", f"more than {WRONG_PER_MINUTE} wrong keys from this address within a minute", allowed=f"wait {wait} s",
                 retry_after=wait,
             )  # fmt: skip
+
+    @reachable
+    async def forget(self, address: str) -> None:
+        """The key of a login that was counted is right: users behind one address do not shut each other out."""
+        key = f"{LOGINS}{address}"
+        async with self._redis.pipeline(transaction=True) as pipe:
+            await pipe.set(key, 0, ex=MINUTE_S, nx=True).decr(key).execute()
 
     @reachable
     async def create(self, key: Key) -> NewSession:

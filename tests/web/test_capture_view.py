@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Locator, expect
 from safetensors.numpy import load
-from web_kit import NARROW, Site, User, Visit, held, visiting
+from web_kit import NARROW, Site, User, Visit, held, until, visiting
 
 HIDDEN = 8
 PROMPT = "the sky is"
@@ -80,9 +80,8 @@ def test_keys_and_the_slider_move_over_tokens_and_layers(site: Site, visit: Visi
     expect(said(visit)).to_contain_text("layer 0:")
     chip(visit, 1).click()
     expect(said(visit)).to_contain_text("token 1 “h”")
-    grid = visit.page.locator("canvas").bounding_box()
-    assert grid is not None
-    visit.page.mouse.move(grid["x"] + grid["width"] - 6, grid["y"] + 4)
+    canvas = visit.page.locator("canvas")
+    canvas.hover(position={"x": canvas.evaluate("(canvas) => canvas.clientWidth") - 6, "y": 4})
     expect(said(visit)).to_contain_text("token 0 “t”, layer 3")
     visit.check_accessible()
 
@@ -177,6 +176,7 @@ def test_a_cancelled_capture_ends_the_wait(site: Site, visit: Visit) -> None:
     visit.allow("404|409|410")
     with held(site):
         job = site.alice.submit(capture={"layers": "all"})
+        until(lambda: site.alice.get(f"/v1/jobs/{job}")["state"] == "running" or None, "the job to run")
         visit.log_in(site.alice, f"capture/{job}")
         expect(visit.page.get_by_text("The job is running …")).to_be_visible()
         site.alice.post(f"/v1/jobs/{job}/cancel")

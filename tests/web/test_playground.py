@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
-from web_kit import MODEL, NARROW, Site, User, Visit, held, until, visiting
+from web_kit import MODEL, NARROW, Site, User, Visit, held, visiting
 
 HIDDEN = 8
 PROMPT = "the sky is"
@@ -50,6 +50,7 @@ def add(page: Page, name: str, scale: float) -> None:
     page.get_by_role("button", name=f"Add {name}", exact=True).click()
     page.get_by_label(f"Scale of {name}, as a number").fill(str(scale))
     page.get_by_label(f"Scale of {name}, as a number").press("Tab")
+    expect(page.locator("pre[data-code]")).to_contain_text(f'{{"module": "{name}", "scale": {scale:g}}}')
 
 
 def pane(page: Page, title: str) -> Locator:
@@ -57,13 +58,24 @@ def pane(page: Page, title: str) -> Locator:
 
 
 def run(page: Page) -> None:
+    """Run, and wait for the ends of both new jobs: an earlier run's may still be shown."""
+    earlier = page.locator(".pane a.mono").all_inner_texts()
     page.get_by_role("button", name="Run").click()
+    new = re.compile("^" + "".join(f"(?!{job})" for job in earlier) + "job_")
     for title in ("Baseline", "Steered"):
+        expect(pane(page, title).get_by_role("link", name=new)).to_be_visible()
         expect(pane(page, title)).to_contain_text("finished: length, 12 tokens")
 
 
 def job_of(page: Page, title: str) -> str:
     return pane(page, title).get_by_role("link", name=re.compile("^job_")).inner_text()
+
+
+def said(page: Page, title: str, text: str) -> None:
+    """Wait until a side has said exactly this, blanks and line ends too."""
+    page.wait_for_function(
+        "([side, text]) => document.querySelector(`[data-side=${side}]`)?.textContent === text", arg=[title.lower(), text]
+    )
 
 
 def answer(site: Site, **body: Any) -> str:
@@ -90,12 +102,12 @@ def test_the_baseline_and_the_steered_stream_run_side_by_side(site: Site, visit:
         for title in ("Baseline", "Steered"):
             expect(pane(page, title)).to_contain_text("generating …")
         site.let(8)
-        until(lambda: all(page.locator(f'[data-side="{side}"]').inner_text() for side in ("baseline", "steered")) or None, "both to begin")
+        for side in ("baseline", "steered"):
+            expect(page.locator(f'[data-side="{side}"]')).not_to_be_empty()
         expect(page.get_by_role("button", name="Run")).to_be_disabled()
     for title, steering in (("Baseline", []), ("Steered", [{"module": "sea", "scale": 2.5}])):
         expect(pane(page, title)).to_contain_text("finished: length, 12 tokens")
-        text = answer(site, steering=steering)
-        assert page.locator(f'[data-side="{title.lower()}"]').evaluate("it => it.textContent") == text
+        said(page, title, answer(site, steering=steering))
     assert [body.get("steering", []) for body in bodies] == [[], [{"module": "sea", "scale": 2.5}]], "a double click sends once"
     visit.check_accessible()
 
@@ -108,8 +120,7 @@ def test_sliders_set_the_scales_of_several_modules(site: Site, visit: Visit) -> 
     bodies = sent(visit)
     run(page)
     assert bodies[1]["steering"] == [{"module": "sea", "scale": -3}, {"module": "land", "scale": 7.5}]
-    steered = page.locator('[data-side="steered"]').evaluate("it => it.textContent")
-    assert steered == answer(site, steering=bodies[1]["steering"])
+    said(page, "Steered", answer(site, steering=bodies[1]["steering"]))
     page.get_by_role("button", name="Remove land").click()
     page.get_by_label("Scale of sea", exact=True).fill("0")
     expect(page.get_by_text("No module is set")).to_be_visible()
@@ -124,10 +135,9 @@ def test_a_chat_has_the_systems_message_and_the_users(site: Site, visit: Visit) 
     add(page, "sea", 2)
     run(page)
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPT}]
-    for side, steering in (("baseline", []), ("steered", [{"module": "sea", "scale": 2}])):
+    for title, steering in (("Baseline", []), ("Steered", [{"module": "sea", "scale": 2}])):
         found = site.alice.post("/v1/chat/completions", **FIELDS, messages=messages, steering=steering)
-        shown = page.locator(f'[data-side="{side}"]').evaluate("it => it.textContent")
-        assert shown == found["choices"][0]["message"]["content"]
+        said(page, title, found["choices"][0]["message"]["content"])
 
 
 def test_numbers_are_typed_a_key_at_a_time(site: Site, visit: Visit) -> None:
@@ -140,7 +150,7 @@ def test_numbers_are_typed_a_key_at_a_time(site: Site, visit: Visit) -> None:
         expect(page.get_by_label(label, exact=True)).to_have_value(typed)
     bodies = sent(visit)
     page.get_by_role("button", name="Run").click()
-    until(lambda: len(bodies) == 2 or (page.wait_for_timeout(50), None)[1], "both requests")
+    visit.until(lambda: len(bodies) == 2, "both requests")
     assert [(body["max_tokens"], body["temperature"], body["seed"]) for body in bodies] == [(64, 0.75, 9007199254740991)] * 2
 
 
@@ -247,7 +257,7 @@ def test_leaving_the_view_closes_its_streams(site: Site, visit: Visit) -> None:
             expect(pane(page, title)).to_contain_text("generating …")
         page.get_by_role("link", name="Jobs", exact=True).click()
         expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
-        until(lambda: len(closed) == 2 or (page.wait_for_timeout(50), None)[1], "both streams to close")
+        visit.until(lambda: len(closed) == 2, "both streams to close")
 
 
 def test_another_models_late_answer_is_not_shown(site: Site, visit: Visit) -> None:
@@ -262,10 +272,11 @@ def test_another_models_late_answer_is_not_shown(site: Site, visit: Visit) -> No
     page.on("requestfailed", lambda request: closed.append(request.url) if PATHS.search(request.url) else None)
     with held(site):
         page.get_by_role("button", name="Run").click()
-        expect(pane(page, "Steered")).to_contain_text("generating …")
+        for title in ("Baseline", "Steered"):
+            expect(pane(page, title)).to_contain_text("generating …")
         page.get_by_label("Model").select_option("other")
         expect(page.get_by_label("Scale of sea", exact=True)).to_have_count(0)
-        until(lambda: len(closed) == 2 or (page.wait_for_timeout(50), None)[1], "both streams to close")
+        visit.until(lambda: len(closed) == 2, "both streams to close")
         jobs = [job["id"] for job in site.alice.get("/v1/jobs", limit=2)["jobs"]]
     for job in jobs:
         site.alice.wait(job)

@@ -109,7 +109,9 @@ def test_an_example_is_aligned_before_it_runs_and_is_sent_once(site: Site, visit
     expect(rows).to_have_count(2)
     expect(rows.nth(0)).to_contain_text("clean")
     assert bodies == [], "nothing has run yet"
-    visit.page.get_by_role("button", name="Run the sweep").evaluate("(button) => { button.click(); button.click(); }")
+    start = visit.page.get_by_role("button", name="Run the sweep")
+    expect(start).to_be_enabled()
+    start.evaluate("(button) => { button.click(); button.click(); }")
     expect(visit.page).to_have_url(re.compile(r"#/sweep/job_"))
     expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded")
     assert len(bodies) == 1
@@ -131,11 +133,12 @@ def test_tokens_are_shown_as_the_server_aligns_them(site: Site, visit: Visit) ->
     places = [(above.index(n), below.index(n)) for n in linked]
     assert places == sorted((column["sources"][0], column["positions"][0]) for column in plan["columns"] if column["positions"])
     assert (len(above), len(below)) == (len(PAIR["clean"]), len(PAIR["corrupt"])), "no token is left out"
-    assert visit.page.locator(".planned .note").all_inner_texts() == [f"Note: {note}" for note in plan["notes"]]
+    expect(visit.page.locator(".planned .note")).to_have_text([f"Note: {note}" for note in plan["notes"]])
 
 
 def fill(page: Page, pair: dict[str, str]) -> None:
-    for label, name in (("Clean prompt", "clean"), ("Corrupt prompt", "corrupt"), ("Answer", "answer"), ("Foil", "foil")):
+    """The answer comes last: without it the server is not asked, so what is planned is planned for the whole pair."""
+    for label, name in (("Clean prompt", "clean"), ("Corrupt prompt", "corrupt"), ("Foil", "foil"), ("Answer", "answer")):
         page.get_by_label(label, exact=True).fill(pair[name])
 
 
@@ -300,8 +303,10 @@ def test_enter_on_a_cell_looks_closer_as_a_study_does(site: Site, visit: Visit) 
     expect(start).to_be_enabled()
     start.evaluate("(button) => { button.click(); button.click(); }")
     expect(visit.page).not_to_have_url(re.compile(view.job.id))
-    expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded")
-    closer = seen(site, visit.page.url.rpartition("/")[2])
+    new = visit.page.url.rpartition("/")[2]
+    assert site.alice.wait(new)["state"] == "succeeded"
+    closer = seen(site, new)
+    expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded: 4 of 4 cells")
     assert (closer.result.hooks, closer.result.layers, closer.result.pairs[0].positions) == (["pre_attn"], [0, 1, 2, 3], [[0]])
 
 
@@ -360,10 +365,10 @@ def test_pairs_are_shown_as_a_mean_or_one_by_one(site: Site, visit: Visit) -> No
         columns: list[tuple[float | None, ...]] = list(zip(*grid, strict=True))
         return [["none" if value is None else f"{value:.3f}".replace("-", "−") for value in row] for row in columns]
 
-    assert table_of(visit.page) == wanted(view.result.mean["pre_attn"])
+    until(lambda: table_of(visit.page) == wanted(view.result.mean["pre_attn"]) or None, "the mean")
     visit.page.get_by_label("Pairs").select_option("1")
     expect(visit.page.locator(".sweep-title")).to_contain_text("foil “S”")
-    assert table_of(visit.page) == wanted(view.result.pairs[1].grids["pre_attn"])
+    until(lambda: table_of(visit.page) == wanted(view.result.pairs[1].grids["pre_attn"]) or None, "the second pair")
 
 
 # --- What can be taken away --------------------------------------------------------------------------------------------------------
@@ -454,10 +459,7 @@ def test_leaving_the_view_ends_its_stream(site: Site, visit: Visit) -> None:
             shown(visit, site, job_id)
         visit.page.goto(f"{site.url}/#/jobs")
         expect(visit.page.get_by_role("heading", name="Jobs")).to_be_visible()
-        until(
-            lambda: True if any(f"{job_id}/events" in url for url in ended) or visit.page.wait_for_timeout(50) else None,
-            "the end of the stream",
-        )
+        visit.until(lambda: any(f"{job_id}/events" in url for url in ended), "the end of the stream")
 
 
 # --- For everybody, on every screen --------------------------------------------------------------------------------------------------

@@ -31,11 +31,8 @@ def test_a_row_opens_with_the_keyboard_and_shows_the_job(site: Site, visit: Visi
     visit.page.keyboard.press("Enter")
     details = visit.page.locator("section.details")
     result = site.alice.get(f"/v1/jobs/{job}/result")
-    assert details.locator('[data-part="prompt"]').all_inner_texts() == ["the sky is", "grass is"]
-    expect(details.locator('[data-part="output"]')).to_have_count(2)
-    assert [pre.strip() for pre in details.locator('[data-part="output"]').all_inner_texts()] == [
-        output["text"].strip() for output in result["outputs"]
-    ]
+    expect(details.locator('[data-part="prompt"]')).to_have_text(["the sky is", "grass is"])
+    expect(details.locator('[data-part="output"]')).to_have_text([output["text"] for output in result["outputs"]])
     expect(details).to_contain_text("All ranks agree")
     expect(details).to_contain_text(result["determinism"]["stages"][0]["ranks"][0]["checksum"])
     expect(details).to_contain_text(result["capture_results"]["files"][0]["path"])
@@ -186,9 +183,15 @@ def test_views_are_accessible_and_fit(browser: Browser, site: Site, size: tuple[
         visit.check_accessible()
         visit.check_fits()
         visit.log_in(site.alice)
-        for view, word in (("jobs", "of"), (f"jobs/{job}", "All ranks agree"), ("ops", "yes"), ("nowhere", "There is no view")):
+        page = visit.page
+        for view, part, words in (
+            ("jobs", row(visit, job), "succeeded"),
+            (f"jobs/{job}", page.locator("section.details"), "All ranks agree"),
+            ("ops", page.get_by_role("region", name="Ranks of w1"), "yes"),
+            ("nowhere", page.get_by_role("main"), "There is no view"),
+        ):
             visit.open(view)
-            expect(visit.page.get_by_role("main")).to_contain_text(word)
+            expect(part).to_contain_text(words)
             visit.check_accessible()
             visit.check_fits()
 

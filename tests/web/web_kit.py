@@ -103,7 +103,10 @@ class Site:
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.directory = directory
         self.turnstile = directory / "turnstile"
-        chosen: dict[str, Any] = {"auth": "keys", "admin_key": ADMIN, "fault": f"turnstile:file={self.turnstile}"}
+        chosen: dict[str, Any] = {
+            "auth": "keys", "admin_key": ADMIN, "fault": f"turnstile:file={self.turnstile}",
+            "lease_s": LONG_S, "visibility_timeout_s": int(2 * LONG_S),  # a machine that stalls for seconds repeats no job
+        }  # fmt: skip
         self.stack = ThreadedStack(directory, api=True, callbacks=False, **{**chosen, **settings})
         self.url = self.stack.url
 
@@ -122,7 +125,7 @@ class Site:
         return User(self, tenant, *scopes)
 
     def let(self, steps: int) -> None:
-        """Of the work that `held` holds, so many steps in all (tokens, cells) may be taken."""
+        """Of the work that `held` holds, each job may take so many steps in all (tokens, cells)."""
         fresh = self.turnstile.with_suffix(".new")
         fresh.write_text(str(steps))
         fresh.replace(self.turnstile)
@@ -130,7 +133,7 @@ class Site:
 
 @contextmanager
 def held(site: Site, steps: int = 0) -> Iterator[Site]:
-    """Inside, the engine takes `steps` steps and no more (see `Site.let`); work that was begun ends after the block."""
+    """Inside, the engine takes `steps` steps of each job and no more (see `Site.let`); work that was begun ends after the block."""
     site.let(steps)
     try:
         yield site
@@ -138,12 +141,12 @@ def held(site: Site, steps: int = 0) -> Iterator[Site]:
         site.turnstile.unlink(missing_ok=True)
 
 
-def until(condition: Callable[[], T | None], what: str) -> T:
-    """What `condition` returns, once that is not None."""
+def until(condition: Callable[[], T | None], what: str, pause: Callable[[float], None] = time.sleep) -> T:
+    """What `condition` returns, once that is not None. See also `Visit.until`."""
     deadline = time.monotonic() + LONG_S
     while (found := condition()) is None:
         assert time.monotonic() < deadline, f"waited {LONG_S} s for {what}"
-        time.sleep(0.05)
+        pause(0.05)
     return found
 
 
@@ -173,6 +176,11 @@ class Visit:
         self.page.get_by_label("API key").fill(user.key)
         self.page.get_by_role("button", name="Log in").click()
         expect(self.page.get_by_role("navigation", name="Views")).to_be_visible()
+        expect(self.page.get_by_text("1 of 1 healthy")).to_be_visible()  # the bar at the top has its height, and the feed has begun
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until `condition` holds; events of the page, such as requests, arrive meanwhile."""
+        until(lambda: condition() or None, what, lambda seconds: self.page.wait_for_timeout(seconds * 1000))
 
     def check(self) -> None:
         """Nothing has gone wrong that was not expected."""

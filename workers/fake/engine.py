@@ -124,7 +124,8 @@ class FakeEngine(RankControl):
 
     async def _take_time(self, ask: EngineRequest) -> None:
         if self._turnstile is not None:
-            await self._turnstile.step(lambda: (ask.job, ask.attempt) in self._aborted or bool(self._reason))
+            attempt = ask.job, ask.attempt
+            await self._turnstile.step(attempt, lambda: attempt in self._aborted or bool(self._reason))
         if self._settings.fake_token_s:
             await asyncio.sleep(self._settings.fake_token_s)
         elif ask.stream:

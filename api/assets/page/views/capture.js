@@ -21,7 +21,7 @@ function Form() {
     const [first] = models || [];
     if (first) setForm((known) => ({ ...known, model: first.id, hooks: first.hooks.includes("post_block") ? ["post_block"] : first.hooks.slice(0, 1) }));
   }, [models]);
-  const set = (name) => (event) => setForm({ ...form, [name]: event.target.value });
+  const set = (name) => ({ target: { value } }) => setForm((known) => ({ ...known, [name]: value }));
   const model = (models || []).find(({ id }) => id === form.model);
   const at = error && fieldOf(error.field);
   const wrong = (name) => (at === name ? `${error.detail}${error.allowed ? ` (${error.allowed})` : ""}` : null);

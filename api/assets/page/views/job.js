@@ -1,6 +1,6 @@
 // One job: prompt, output, receipts by rank, files, and its request as code.
 
-import { html, useEffect, useRef, useState, Button, Copy, Problem } from "../lib/ui.js";
+import { html, useEffect, useLayoutEffect, useRef, useState, Button, Copy, Problem } from "../lib/ui.js";
 import { ApiError, get } from "../lib/api.js";
 import { bytes, number, time } from "../lib/format.js";
 import { codeOf } from "../lib/job_code.js";
@@ -37,7 +37,7 @@ export function JobDetails({ id, job, session, onClose }) {
   const [error, setError] = useState(null);
   const head = useRef(null);
   const at = job || known;
-  useEffect(() => head.current.focus(), []);
+  useLayoutEffect(() => head.current.focus(), []); // before the next key, which may be Escape
 
   useEffect(() => {
     const stop = new AbortController();

@@ -114,7 +114,7 @@ export default function View({ session }) {
     };
   }, [form.model]);
 
-  const set = (name) => (event) => setForm({ ...form, [name]: event.target.value });
+  const set = (name) => ({ target: { value } }) => setForm((known) => ({ ...known, [name]: value }));
   const used = new Set(form.modules.map(({ name }) => name));
   const running = stream.current !== null && stream.current.open;
   const coloured = choices(probes, modules, used);
@@ -128,6 +128,7 @@ export default function View({ session }) {
     const begun = new Stream(form, () => redraw((n) => n + 1));
     stream.current = begun;
     shown.current = { sides: begun.sides, colour: form.colour };
+    redraw((n) => n + 1); // what the last run said goes at once
     const refused = await begun.run();
     if (stream.current === begun && refused) setError(refused);
     redraw((n) => n + 1);
@@ -152,7 +153,7 @@ export default function View({ session }) {
         <${Adding} modules=${modules} used=${used} add=${(name) => setForm((known) => ({ ...known, modules: [...known.modules, { name, scale: 1 }] }))} />
       </fieldset>
       <div class="inline">
-        <${Field} label="Colour tokens by" error=${wrong("colour")}>${(id) => html`<select id=${id} value=${form.colour ? JSON.stringify(form.colour) : ""} onChange=${(event) => setForm({ ...form, colour: event.target.value ? JSON.parse(event.target.value) : null })}>
+        <${Field} label="Colour tokens by" error=${wrong("colour")}>${(id) => html`<select id=${id} value=${form.colour ? JSON.stringify(form.colour) : ""} onChange=${({ target: { value } }) => setForm((known) => ({ ...known, colour: value ? JSON.parse(value) : null }))}>
           <option value="">nothing</option>
           ${[...new Set(coloured.map(({ group }) => group))].map((group) => html`<optgroup key=${group} label=${group}>${coloured.filter((choice) => choice.group === group).map(({ id: value, text }) => html`<option key=${value} value=${value}>${text}</option>`)}</optgroup>`)}
         </select>`}<//>
