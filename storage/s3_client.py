@@ -29,8 +29,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 #: Of one request, which moves a part at most. A request that fails for a passing reason is repeated, and given up after `RETRY_S`:
-#: before steps of an engine that wait for the writers give up (`workers.runner.overload`).
-CONNECT_S, REQUEST_S, RETRIES, RETRY_S = 5, 60, 12, 20
+#: before steps of an engine that wait for the writers give up (`workers.runner.overload`). One that is never answered is over so early
+#: that the jobs behind it still have their receipts within `capture_timeout_s`.
+CONNECT_S, REQUEST_S, RETRIES, RETRY_S = 5, 30, 12, 20
 #: Seconds between the tries of a request.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 #: Of a test write: who asks waits for it.

@@ -22,6 +22,7 @@ from functools import cache
 from typing import Any
 from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 from urllib.request import Request, urlopen
+from weakref import WeakSet
 
 ACCESS_KEY, SECRET_KEY, REGION = "AKIDTESTS", "not-a-secret-but-long-enough", "us-east-1"
 #: Seconds by which a request's time may differ from the server's.
@@ -87,13 +88,26 @@ class FaultProxy:
     def _run(self, ready: threading.Event) -> None:
         async def serve() -> None:
             self._end = asyncio.Event()
-            server = await asyncio.start_server(self._serve, self.host, self.port, limit=1 << 20)
+            writers: WeakSet[asyncio.StreamWriter] = WeakSet()
+            serving = set()
+
+            def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                writers.add(writer)  # here: a task that is cancelled before it begins closes nothing
+                serving.add(task := asyncio.create_task(self._serve(reader, writer)))
+                task.add_done_callback(serving.discard)
+
+            server = await asyncio.start_server(accept, self.host, self.port, limit=1 << 20)
             self.port = server.sockets[0].getsockname()[1]
             ready.set()
             await self._end.wait()
             server.close()
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            served = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in served:
                 task.cancel()
+            await asyncio.gather(*served, return_exceptions=True)
+            for writer in writers:  # a socket that stays open is an answer that never comes, not a server that is away
+                writer.transport.abort()
+            await asyncio.sleep(0)  # now they are closed
 
         self._loop.run_until_complete(serve())
         self._loop.close()
