@@ -70,7 +70,7 @@ def jobs(redis_url: str) -> Jobs:
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """A whole stack with the fake engine, shared by the tests of a module."""
-    started = Up(tmp_path_factory.mktemp("up") / "data")
+    started = Up(tmp_path_factory.mktemp("up") / "data", steering_wait_s=90)
     started.ready()
     yield started
     started.close()

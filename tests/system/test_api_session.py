@@ -1,0 +1,332 @@
+"""The page's login and feed over HTTP: who gets a session, which calls it opens, when it ends, and whose jobs its feed has."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import server_sent
+from edge import Api, Hand
+from tenant_kit import ADMIN, Caller, asking, bearer, flushed
+
+from midstream.api.routes.session import MAX_BODY
+from midstream.api.web.auth import COOKIE, CSRF_HEADER
+from midstream.broker.ledger.sessions import LOGINS, LOGINS_PER_MINUTE, SESSION, name_of
+from midstream.broker.ops.redis_server import RedisServer
+from midstream.schemas.base import from_msgpack, now, to_msgpack
+from midstream.schemas.sessions import MAX_LOGIN_KEY, SESSION_S, Session
+
+#: Only ends what hangs.
+LONG_S = 60.0
+HERE = {"Sec-Fetch-Site": "same-origin"}
+
+
+@pytest.fixture(scope="module")
+def api(redis_session: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    flushed(redis_session.url)
+    with asking(tmp_path_factory.mktemp("session"), redis_session.url) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def worker(api: Api) -> Iterator[Hand]:
+    with Hand(api.settings) as worker:
+        yield worker
+
+
+@pytest.fixture
+def hand(worker: Hand) -> Hand:
+    """Each test has the logins of a minute to itself."""
+    worker.do(forget_logins(worker))
+    return worker
+
+
+async def forget_logins(hand: Hand) -> None:
+    for key in await hand.ledger.redis.keys(f"{LOGINS}*"):
+        await hand.ledger.redis.delete(key)
+
+
+class Browser:
+    """Somebody who has logged in, as the page does it: a cookie, and the token in a header."""
+
+    def __init__(self, api: Api, key: str) -> None:
+        self.http = httpx.Client(base_url=api.url, headers=HERE, timeout=LONG_S)
+        self.answer = self.http.post("/session", json={"key": key})
+        assert self.answer.status_code == 200, self.answer.text
+        self.csrf = {CSRF_HEADER: self.answer.json()["csrf"]}
+        self.id = self.http.cookies[COOKIE]
+        self.kept = f"{SESSION}{name_of(self.id)}"
+
+    def send(self, method: str, path: str, headers: dict[str, str]) -> httpx.Response:
+        """With the cookie and no header but these."""
+        return httpx.request(method, f"{self.http.base_url}{path}", headers={"Cookie": f"{COOKIE}={self.id}", **headers}, timeout=LONG_S)
+
+    def signed_in(self) -> bool:
+        return bool(self.http.get("/session").json()["signed_in"])
+
+
+def problem(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    return dict(answer.json())
+
+
+def log_in(api: Api, body: Any, **headers: str) -> httpx.Response:
+    return httpx.post(f"{api.url}/session", json=body, headers=headers, timeout=LONG_S)
+
+
+# --- The login -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_login_gives_a_cookie_that_scripts_and_other_sites_do_not_get(api: Api, hand: Hand) -> None:
+    browser = Browser(api, Caller(api, hand, "ada").key.key)
+    cookie = browser.answer.headers["set-cookie"]
+    assert re.match(rf"{COOKIE}=[0-9a-f]{{64}};", cookie)
+    attributes = {part.strip().lower() for part in cookie.split(";")[1:]}
+    assert {"httponly", "samesite=strict", "path=/"} <= attributes
+    assert "secure" not in attributes, "this is plain HTTP"
+    assert int(re.findall(r"max-age=(\d+)", cookie.lower())[0]) in (SESSION_S - 1, SESSION_S)
+    assert browser.answer.headers["cache-control"] == "no-store"
+    assert browser.http.get("/v1/jobs").status_code == 200
+
+
+def test_behind_https_the_cookie_is_secure(redis_url: str, tmp_path: Path) -> None:
+    with asking(tmp_path, redis_url, public_url="https://lab.example") as behind, Hand(behind.settings) as hand:
+        answer = log_in(behind, {"key": Caller(behind, hand, "ada").key.key}, Origin="https://lab.example")
+        assert (answer.status_code, "secure" in answer.headers["set-cookie"].lower()) == (200, True), answer.text
+
+
+def test_redis_has_neither_the_cookie_nor_the_key(api: Api, hand: Hand) -> None:
+    caller = Caller(api, hand, "ada")
+    browser = Browser(api, caller.key.key)
+
+    async def everything() -> bytes:
+        redis = hand.ledger.redis
+        return b"\n".join([*(await redis.keys("*")), await redis.get(browser.kept)])
+
+    kept = hand.do(everything())
+    assert browser.kept.encode() in kept
+    assert browser.id.encode() not in kept
+    assert caller.key.key.rpartition("_")[2].encode() not in kept
+
+
+@pytest.mark.parametrize("key", ["x", "ms_000000000000_" + "0" * 64, "\u00e9" * 100])
+def test_a_wrong_key_gets_no_cookie(api: Api, hand: Hand, key: str) -> None:
+    answer = log_in(api, {"key": key}, **HERE)
+    assert problem(answer, 401)["field"] == "key"
+    assert "set-cookie" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("body", "field"), [({}, "key"), ({"key": ""}, "key"), ({"key": 7}, "key"), ({"key": "x" * (MAX_LOGIN_KEY + 1)}, "key"), ([], "")]
+)
+def test_a_wrong_login_names_the_field(api: Api, hand: Hand, body: Any, field: str) -> None:
+    assert (problem(log_in(api, body, **HERE), 400).get("field") or "") == field
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_login_that_is_too_large_is_refused(api: Api, hand: Hand, chunked: bool) -> None:
+    content = b'{"key": "' + b"x" * MAX_BODY + b'"}'
+    body: Any = iter([content[:100], content[100:]]) if chunked else content
+    answer = httpx.post(f"{api.url}/session", content=body, headers={"Content-Type": "application/json", **HERE}, timeout=LONG_S)
+    assert problem(answer, 413)["type"] == "urn:midstream:payload_too_large"
+
+
+def test_logins_beyond_those_of_a_minute_are_refused(api: Api, hand: Hand) -> None:
+    """Right or wrong; the counter begins near its end, so that no clock matters."""
+    key = Caller(api, hand, "ada").key.key
+    assert log_in(api, {"key": key}, **HERE).status_code == 200
+
+    async def near_the_end() -> list[Any]:
+        [counter] = await hand.ledger.redis.keys(f"{LOGINS}*")
+        began = [int(await hand.ledger.redis.get(counter)), await hand.ledger.redis.ttl(counter)]
+        await hand.ledger.redis.set(counter, LOGINS_PER_MINUTE - 2, ex=600)
+        return began
+
+    tried, left = hand.do(near_the_end())
+    assert tried == 1
+    assert 0 < left <= 60
+    assert log_in(api, {"key": "x"}, **HERE).status_code == 401
+    assert log_in(api, {"key": key}, **HERE).status_code == 200
+    for shown in (key, "x"):
+        answer = log_in(api, {"key": shown}, **HERE)
+        assert problem(answer, 429)["type"] == "urn:midstream:rate_limited"
+        assert 0 < int(answer.headers["retry-after"]) <= 600
+        assert "set-cookie" not in answer.headers
+
+
+# --- Which calls it opens ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},  # another port of this machine
+        {"Sec-Fetch-Site": "none"},
+    ],
+)
+def test_pages_of_other_sites_can_neither_log_in_nor_act(api: Api, hand: Hand, headers: dict[str, str]) -> None:
+    caller = Caller(api, hand, "ada")
+    assert problem(log_in(api, {"key": caller.key.key}, **headers), 403)["field"] == "Origin"
+    browser, job_id = Browser(api, caller.key.key), caller.submit()
+    for method, path in (("POST", f"/v1/jobs/{job_id}/cancel"), ("DELETE", "/session")):
+        assert problem(browser.send(method, path, browser.csrf | headers), 403)["field"] == "Origin"
+    assert caller.http.get(f"/v1/jobs/{job_id}").json()["state"] == "queued"
+    assert browser.signed_in()
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}])
+def test_pages_of_other_sites_cannot_read(api: Api, hand: Hand, headers: dict[str, str]) -> None:
+    browser = Browser(api, Caller(api, hand, "ada").key.key)
+    for path in ("/v1/jobs", "/v1/feed"):
+        assert problem(browser.send("GET", path, headers), 403)["field"] == "Origin"
+
+
+def test_what_changes_something_needs_the_token_of_the_session(api: Api, hand: Hand) -> None:
+    caller = Caller(api, hand, "ada")
+    browser, other, job_id = Browser(api, caller.key.key), Browser(api, caller.key.key), caller.submit()
+    cancel = f"/v1/jobs/{job_id}/cancel"
+    for token in ({}, {CSRF_HEADER: ""}, {CSRF_HEADER: "0" * 64}, other.csrf):
+        assert problem(browser.send("POST", cancel, HERE | token), 403)["field"] == CSRF_HEADER
+    assert problem(browser.send("POST", cancel, browser.csrf), 403)["field"] == "Origin", "nothing says where it comes from"
+    assert caller.http.get(f"/v1/jobs/{job_id}").json()["state"] == "queued"
+    assert browser.send("POST", cancel, HERE | browser.csrf).status_code in (200, 202)
+    assert caller.http.get(f"/v1/jobs/{job_id}").json()["state"] == "aborted"
+
+
+def test_a_session_has_the_scopes_of_its_key(api: Api, hand: Hand) -> None:
+    browser = Browser(api, Caller(api, hand, "ada", "read").key.key)
+    answer = browser.http.post("/v1/jobs", json={"model": "tiny", "prompts": ["hello"]}, headers=browser.csrf)
+    assert problem(answer, 403)["type"] == "urn:midstream:forbidden"
+    assert browser.http.get("/session").json()["scopes"] == ["read"]
+
+
+def test_a_key_in_the_header_counts_and_not_the_cookie(api: Api, hand: Hand) -> None:
+    browser, other = Browser(api, Caller(api, hand, "ada").key.key), Caller(api, hand, "bob")
+    assert browser.send("GET", "/v1/jobs", bearer("ms_wrong")).status_code == 401
+    assert browser.send("GET", "/v1/tenant", bearer(other.key.key)).json()["name"] == "bob"
+    assert browser.send("GET", "/v1/tenant", {}).json()["name"] == "ada"
+
+
+# --- When it ends --------------------------------------------------------------------------------------------------------
+
+
+def test_a_logout_ends_this_session_alone(api: Api, hand: Hand) -> None:
+    key = Caller(api, hand, "ada").key.key
+    browser, other = Browser(api, key), Browser(api, key)
+    answer = browser.send("DELETE", "/session", HERE | browser.csrf)
+    assert (answer.status_code, "max-age=0" in answer.headers["set-cookie"].lower()) == (204, True)
+    assert [each.signed_in() for each in (browser, other)] == [False, True]
+    assert problem(browser.send("GET", "/v1/jobs", {}), 401)["field"] == COOKIE
+    assert browser.send("DELETE", "/session", HERE).status_code == 204, "it may be repeated"
+
+
+def expired(raw: bytes) -> bytes:
+    return to_msgpack(msgspec.structs.replace(from_msgpack(raw, Session), expires=now() - 1))
+
+
+@pytest.mark.parametrize("change", [expired, lambda raw: b"\x81", lambda raw: None], ids=["expired", "of another version", "removed"])
+def test_a_session_that_is_over_opens_nothing(api: Api, hand: Hand, change: Any) -> None:
+    browser = Browser(api, Caller(api, hand, "ada").key.key)
+    assert browser.signed_in()
+
+    async def changed() -> None:
+        after = change(await hand.ledger.redis.get(browser.kept))
+        if after is None:
+            await hand.ledger.redis.delete(browser.kept)
+        else:
+            await hand.ledger.redis.set(browser.kept, after, keepttl=True)
+
+    hand.do(changed())
+    assert not browser.signed_in()
+    assert problem(browser.send("GET", "/v1/jobs", {}), 401)["field"] == COOKIE
+    hand.do(hand.ledger.redis.delete(browser.kept))
+
+
+def test_a_session_ends_with_its_key_at_the_latest(api: Api, hand: Hand) -> None:
+    browser = Browser(api, Caller(api, hand, "ada", expires_in=600.0).key.key)
+    assert 0 < int(re.findall(r"max-age=(\d+)", browser.answer.headers["set-cookie"].lower())[0]) <= 600
+    assert 0 < hand.do(hand.ledger.redis.pttl(browser.kept)) <= 600_000
+
+
+@pytest.mark.parametrize("value", ["", "x", "0" * 64, "../" * 30, "G" * 64])
+def test_another_cookie_is_nobody(api: Api, hand: Hand, value: str) -> None:
+    for path, status in (("/v1/jobs", 401), ("/session", 200)):
+        answer = httpx.get(f"{api.url}{path}", headers={"Cookie": f"{COOKIE}={value}"}, timeout=LONG_S)
+        assert (answer.status_code, answer.json().get("signed_in", False)) == (status, False)
+
+
+# --- The feed ------------------------------------------------------------------------------------------------------------
+
+
+def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """As they come."""
+    block = ""
+    for line in lines:
+        block += f"{line}\n"
+        if not line:
+            yield from server_sent.parse(block)
+            block = ""
+
+
+def jobs_until(found: Iterator[dict[str, Any]], job_id: str) -> set[str]:
+    """Ids of all jobs up to the first event that has this one."""
+    seen: set[str] = set()
+    for event in found:
+        if event["event"] == "jobs":
+            seen |= {job["id"] for job in event["data"]["jobs"]}
+        if job_id in seen:
+            return seen
+    raise AssertionError(f"the feed ended without {job_id}")
+
+
+def test_a_feed_has_the_jobs_of_its_tenant_alone(api: Api, hand: Hand) -> None:
+    ada, bob = Caller(api, hand, "ada"), Caller(api, hand, "bob")
+    browser, operator = Browser(api, ada.key.key), Browser(api, ADMIN)
+    before = {ada: ada.submit(), bob: bob.submit()}
+    with browser.http.stream("GET", "/v1/feed") as stream, operator.http.stream("GET", "/v1/feed") as whole:
+        found, all_of_them = events(stream.iter_lines()), events(whole.iter_lines())
+        seen = jobs_until(found, before[ada])
+        everything = jobs_until(all_of_them, before[ada])  # the newest come first, and in one event
+        assert before[bob] in everything
+        after = {bob: bob.submit(), ada: ada.submit()}  # his comes first
+        seen |= jobs_until(found, after[ada])
+        assert not seen & {before[bob], after[bob]}
+        assert jobs_until(all_of_them, after[bob])
+    for path in ("/v1/feed?tenant=bob", "/v1/feed?limit=0", "/v1/feed?limit=5001", "/v1/feed?limit=x"):
+        assert problem(browser.http.get(path), 403 if "tenant" in path else 400)["field"] in ("tenant", "limit")
+
+
+@pytest.mark.parametrize("how", ["the key is revoked", "logged out"])
+def test_a_feed_ends_with_its_session(api: Api, hand: Hand, how: str) -> None:
+    caller = Caller(api, hand, "ada")
+    browser, other = Browser(api, caller.key.key), Browser(api, Caller(api, hand, "ada").key.key)
+    with browser.http.stream("GET", "/v1/feed", timeout=LONG_S) as stream, other.http.stream("GET", "/v1/feed", timeout=LONG_S) as stays:
+        found, others = events(stream.iter_lines()), events(stays.iter_lines())
+        assert next(found)["event"] == next(others)["event"] == "jobs"
+        if how == "logged out":
+            assert browser.send("DELETE", "/session", HERE | browser.csrf).status_code == 204
+        else:
+            assert api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN)).status_code == 204
+        *_, last = found  # until the server ends it
+        assert (last["event"], last["data"]["type"]) == ("error", "urn:midstream:unauthorized")
+        job_id = Caller(api, hand, "ada").submit()
+        assert job_id in jobs_until(others, job_id)
+
+
+def test_a_revoked_key_ends_its_sessions(api: Api, hand: Hand) -> None:
+    caller = Caller(api, hand, "ada")
+    browser = Browser(api, caller.key.key)
+    assert api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN)).status_code == 204
+    deadline = time.monotonic() + LONG_S
+    while browser.signed_in():
+        assert time.monotonic() < deadline, "a process remembers a key for seconds"
+        time.sleep(0.1)
+    assert problem(log_in(api, {"key": caller.key.key}, **HERE), 401)["field"] == "key"
