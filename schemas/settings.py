@@ -113,6 +113,7 @@ class Settings(Record):
     sae_dir: str = ""  # folder below which sparse autoencoders may be registered, at the same path on API and worker machines; empty: none
     sae_cache_mib: Count = 4096  # weights of sparse autoencoders that each rank keeps loaded; jobs that need more wait
 
+    format_compile_s: Positive = 10.0  # processor time to compile a format; one that takes more is a 400
     tool_parser: str = ""  # vLLM's parser of the model's tool calls, such as `hermes`; empty: chats take no tools
     extensions: str = ""  # installed packages whose readers and ops are loaded, separated by commas; others that are installed are not
     certify: bool = True  # prove the hook points on the loaded model before its first request; false: a caveat says that they are unproven

@@ -48,7 +48,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("lens")
     options = {"engine": "vllm", "model": str(fetch_demo_model()), "model_name": "SmolLM2-135M-Instruct", "dtype": "float32"}
     sizes = {"max_model_len": 512, "kv_cache_gib": 0.25, "hooks": "all,inside", "sae_dir": str(ROOT / "examples" / "data" / "saes")}
-    slow = {"lease_s": 15.0, "visibility_timeout_s": 30, "certify": False}
+    slow = {"lease_s": 60.0, "visibility_timeout_s": 120, "certify": False}
     with Stack(directory, api=True, start_timeout_s=300, **options, **sizes, **slow) as stack:
         yield stack
 

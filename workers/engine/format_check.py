@@ -22,8 +22,6 @@ from ...schemas.errors import MidstreamError, invalid
 
 logger = logging.getLogger(__name__)
 
-#: Seconds of processor time for one constraint. Ordinary schemas take a tenth of a second.
-SECONDS = 10.0
 #: Bytes of data that the process may have: its imports take half a GiB.
 MEMORY = 4 << 30
 #: Seconds for the process to start and to answer, on a machine with other things to do.
@@ -35,9 +33,10 @@ KEPT = 1024
 class FormatChecker:
     """Checks constraints for one model's tokenizer, one at a time. The process starts with the first."""
 
-    def __init__(self, model: str, vocab_size: int, trust_remote_code: bool = False):
-        """`model`: the tokenizer's folder or hub name."""
-        self._arguments = [model, str(vocab_size), str(int(trust_remote_code))]
+    def __init__(self, model: str, vocab_size: int, seconds: float, trust_remote_code: bool = False):
+        """`model`: the tokenizer's folder or hub name. `seconds`: of processor time, for one constraint."""
+        self._seconds = seconds
+        self._arguments = [model, str(vocab_size), str(seconds), str(int(trust_remote_code))]
         self._process: asyncio.subprocess.Process | None = None
         self._passed: OrderedDict[str, None] = OrderedDict()
         self._one = asyncio.Lock()
@@ -73,7 +72,7 @@ class FormatChecker:
         except (EOFError, OSError) as error:
             ended = await self._end()
             if ended in (-signal.SIGPROF, -signal.SIGKILL, -signal.SIGABRT, -signal.SIGSEGV) or ended == 1:
-                detail = f"takes more than {SECONDS:g} s of processor time or {MEMORY >> 30} GiB to compile"
+                detail = f"takes more than {self._seconds:g} s (format_compile_s) of processor time or {MEMORY >> 30} GiB to compile"
                 raise invalid("structured_outputs", detail, allowed="a smaller schema, grammar, expression or list of tools") from None
             raise MidstreamError("internal", f"the process that checks constraints ended with {ended}") from error
         except BaseException:  # cancelled, or out of time, before the answer was complete
@@ -128,12 +127,16 @@ def _compile(compiler: Any, asked: dict[str, Any]) -> None:
         compiler.compile_grammar(grammar)
 
 
-def _serve(questions: BinaryIO, answers: BinaryIO, compiler: Any) -> None:
-    """Until the other side closes. Too much processor time for one constraint ends the process (SIGPROF)."""
+def _serve(questions: BinaryIO, answers: BinaryIO, compiler: Any, seconds: float) -> None:
+    """Until the other side closes. Too much processor time (SIGPROF) or memory for one constraint ends the process."""
     while line := questions.readline():
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        with contextlib.suppress(Exception):  # vLLM compiles it again and says what is wrong
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
             _compile(compiler, msgspec.json.decode(line))
+        except MemoryError:
+            raise
+        except Exception as error:  # vLLM compiles it again and says what is wrong
+            logger.debug("a constraint does not compile: %s", error)
         signal.setitimer(signal.ITIMER_PROF, 0)
         compiler.clear_cache()
         answers.write(b"\n")
@@ -145,12 +148,12 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the worker; this process ends when the worker closes the pipe
-    model, vocab_size, trust = sys.argv[1:]
+    model, vocab_size, seconds, trust = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=bool(int(trust)))
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=int(vocab_size))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     with contextlib.suppress(BrokenPipeError):
-        _serve(sys.stdin.buffer, sys.stdout.buffer, xgrammar.GrammarCompiler(info, max_threads=1))
+        _serve(sys.stdin.buffer, sys.stdout.buffer, xgrammar.GrammarCompiler(info, max_threads=1), float(seconds))
 
 
 if __name__ == "__main__":

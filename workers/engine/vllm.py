@@ -157,7 +157,7 @@ class VllmEngine(RankControl):
             )
             if settings.tool_parser:
                 self._tools = await asyncio.to_thread(ToolParsers, settings.tool_parser, config)
-            self._formats = FormatChecker(config.tokenizer, config.get_vocab_size(), config.trust_remote_code)
+            self._formats = FormatChecker(config.tokenizer, config.get_vocab_size(), settings.format_compile_s, config.trust_remote_code)
             asked.additional_config = plane.layout()
             plane.export()
             if settings.nodes > 1:
