@@ -24,6 +24,7 @@ from midstream.workers.fake import ranks
 from midstream.workers.fake.engine import FakeEngine
 from midstream.workers.fake.model import HIDDEN_SIZE, residual_rows
 from midstream.workers.fake.rank import FakeFaults, FakeRank
+from midstream.workers.fake.turnstile import Turnstile
 
 
 def settings(tmp_path: Path, **changed: object) -> Settings:
@@ -233,3 +234,26 @@ def test_a_fake_rank_refuses_a_request_whose_row_of_a_run_it_has_not(tmp_path: P
     assert not begins(1, 4)[0]
     wide = msgspec.structs.replace(run, hidden_size=HIDDEN_SIZE + 1)
     assert not rank.midstream_put_run(msgspec.to_builtins(wide))[0]
+
+
+def test_a_turnstile_gives_each_attempt_its_own_steps(tmp_path: Path) -> None:
+    (tmp_path / "steps").write_text("2")
+    turnstile = Turnstile(str(tmp_path / "steps"))
+
+    async def taken(attempt: tuple[str, int]) -> int:
+        looks = steps = 0
+
+        def ends() -> bool:
+            nonlocal looks
+            looks += 1
+            return looks > 5
+
+        while not ends():
+            await turnstile.step(attempt, ends)
+            steps += looks <= 5
+        return steps
+
+    async def all_taken() -> list[int]:
+        return [await taken(("job_a", 1)), await taken(("job_b", 1)), await taken(("job_a", 1))]
+
+    assert asyncio.run(all_taken()) == [2, 2, 0]

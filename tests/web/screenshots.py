@@ -1,6 +1,6 @@
 """Pictures of the page for docs/page.md, on the demo model: `make screenshots`.
 
-Arguments: only these views. MIDSTREAM_ENGINE=fake: without a model.
+Arguments: only these pictures, such as `page-sweep`. MIDSTREAM_ENGINE=fake: without a model.
 """
 
 import os
@@ -9,13 +9,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "tests" / part) for part in ("system", "web")]
 
 from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
 from up_kit import Up  # noqa: E402
-from web_kit import LONG_S, WIDE, launched  # noqa: E402
+from web_kit import LONG_S, NARROW, WIDE, launched  # noqa: E402
 
 from midstream import Client  # noqa: E402
 from midstream.client.probes import fit  # noqa: E402
@@ -58,20 +59,58 @@ def playground(page: Page) -> None:
         expect(page.get_by_role("region", name=title).get_by_role("group", name="prompt")).to_be_visible()
 
 
-def sweep(page: Page) -> None:
+def form(page: Page) -> None:
     page.get_by_role("button", name="Try an example").click()
+    expect(page.locator(".aligned")).to_be_visible()
+
+
+def sweep(page: Page) -> None:
+    form(page)
     page.get_by_role("button", name="Run the sweep").click()
     expect(page.locator(".cells canvas").first).to_be_visible()
     expect(page.get_by_text("succeeded").first).to_be_visible()
 
 
-#: View → what is done in it before its picture is taken; those that follow see the jobs of those before.
-VIEWS: dict[str, Callable[[Page], None]] = {
-    "capture": capture,
-    "playground": playground,
-    "sweep": sweep,
-    "jobs": lambda page: None,
-    "ops": lambda page: None,
+def newest_sweep(page: Page) -> None:
+    page.goto(page.url.partition("#")[0] + "#/jobs")
+    page.locator("tr[data-id]").filter(has_text="sweep").first.click()
+    page.get_by_role("link", name="Open the heatmap").click()
+    expect(page.locator(".cells canvas").last).to_be_visible()
+
+
+def jobs(page: Page) -> None:
+    expect(page.locator("tr[data-id]").first).to_be_visible()
+
+
+def opened(page: Page) -> None:
+    """One of the captures, whose receipts and files there are."""
+    page.locator("tr[data-id]").filter(has_text="page").first.click()
+    expect(page.locator("section.details")).to_contain_text("All ranks agree")
+
+
+def ops(page: Page) -> None:
+    expect(page.get_by_text("All ranks agree")).to_be_visible()
+    expect(page.get_by_role("region", name="Workers")).to_be_visible()
+
+
+class Shot(NamedTuple):
+    view: str
+    do: Callable[[Page], None]  # before the picture is taken
+    whole: bool = False  # all of the page, not what a window shows
+    size: tuple[int, int] = WIDE
+    scheme: Literal["light", "dark"] = "light"
+
+
+#: File → picture, in this order: those that follow see the jobs of those before.
+SHOTS = {
+    "page-capture": Shot("capture", capture, whole=True),
+    "page-playground": Shot("playground", playground, whole=True),
+    "page-sweep-form": Shot("sweep", form, whole=True),
+    "page-sweep": Shot("sweep", sweep, whole=True),
+    "page-sweep-dark": Shot("sweep", newest_sweep, scheme="dark"),
+    "page-jobs": Shot("jobs", opened),
+    "page-jobs-phone": Shot("jobs", jobs, size=NARROW),
+    "page-ops": Shot("ops", ops),
 }
 
 
@@ -83,13 +122,17 @@ def main(names: list[str]) -> None:
             with Client(url) as client:
                 prepare(client)
             expect.set_options(timeout=5 * LONG_S * 1000)
-            page = launched(playwright).new_page(viewport={"width": WIDE[0], "height": WIDE[1]}, color_scheme="light")
-            for name in names or VIEWS:
-                page.goto(f"{url}/#/{name}")
-                expect(page.get_by_role("heading", level=1)).to_be_visible()
-                VIEWS[name](page)
+            browser = launched(playwright)
+            for name, shot in SHOTS.items():
+                if names and name not in names:
+                    continue
+                page = browser.new_page(viewport={"width": shot.size[0], "height": shot.size[1]}, color_scheme=shot.scheme)
+                page.goto(f"{url}/#/{shot.view}")
+                expect(page.get_by_text("1 of 1 healthy")).to_be_visible()
+                shot.do(page)
                 time.sleep(1)  # the feed's next event
-                page.screenshot(path=IMAGES / f"page-{name}.png", full_page=name in ("capture", "playground", "sweep"))
+                page.screenshot(path=IMAGES / f"{name}.png", full_page=shot.whole)
+                page.close()
         finally:
             up.close()
 

@@ -1,7 +1,7 @@
-// Requests as text to copy: Python literals, shell words, and what a caller with a key needs.
+// A request as Python, curl and a command, to copy.
 
 /** JSON as a Python literal, over several lines where it is long. */
-export function python(value, indent = "") {
+function python(value, indent = "") {
   if (value === null) return "None";
   if (value === true) return "True";
   if (value === false) return "False";
@@ -14,8 +14,63 @@ export function python(value, indent = "") {
 }
 
 /** One word of a POSIX shell. */
-export const shell = (text) => (/^[A-Za-z0-9_./:=,@%+-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`);
+const shell = (text) => (/^[A-Za-z0-9_./:=,@%+-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`);
 
-/** `curl` of a JSON body; `keyed`: the API asks for a key. */
-export const curl = (origin, path, body, keyed) =>
-  `curl -s ${shell(origin + path)} -H 'content-type: application/json' \\\n${keyed ? `  -H "authorization: Bearer $MIDSTREAM_API_KEY" \\\n` : ""}  -d ${shell(JSON.stringify(body))}`;
+const curl = (path, body, url, keyed) =>
+  `curl -s ${shell(url + path)} -H 'content-type: application/json' \\\n${keyed ? `  -H "authorization: Bearer $MIDSTREAM_API_KEY" \\\n` : ""}  -d ${shell(JSON.stringify(body))}`;
+
+const CALLS = { "/v1/jobs": "run", "/v1/completions": "completion", "/v1/chat/completions": "chat", "/v1/sweeps": "sweep" };
+const IS_NAME = /^[A-Za-z_][A-Za-z0-9_]*$/;
+const KEYWORDS = new Set("False None True and as assert async await break class continue def del elif else except finally for from global if import in is lambda nonlocal not or pass raise return try while with yield".split(" "));
+
+function inPython(path, body, url, keyed) {
+  const { stream, stream_options, ...fields } = body; // the client waits for the whole answer
+  const names = Object.keys(fields);
+  const plain = names.every((name) => IS_NAME.test(name) && !KEYWORDS.has(name));
+  const given = plain
+    ? names.map((name) => `        ${name}=${python(fields[name], "        ")},\n`).join("")
+    : `        **${python(fields, "        ")},\n`;
+  const call = CALLS[path];
+  const show = { run: ["for output in answer.outputs:", "    print(output.text)"], sweep: ["print(answer.summary)"] }[call] || ["print(answer.text)"];
+  if (fields.probes && call !== "run") show.push("print(answer.probes)");
+  return `from midstream import Client
+
+with Client(${python(url)}) as client:${keyed ? "  # the key is in MIDSTREAM_API_KEY" : ""}
+    answer = client.${call}(
+${given}    )
+${show.map((line) => `    ${line}\n`).join("")}`;
+}
+
+/** The fields of `POST /v1/jobs` that say the same as an OpenAI-style body; null where there are none. */
+function asJob(path, body) {
+  if (path === "/v1/jobs") return body;
+  const sampling = ["max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos"];
+  const same = ["model", "steering", "patch", "capture", "lens", "features", "probes", "readers", "lora", "metadata", "priority"];
+  const dropped = ["prompt", "messages", "stream", "stream_options", "capture_wait", "user"];
+  const job = { sampling: {} };
+  for (const [name, value] of Object.entries(body)) {
+    if (sampling.includes(name)) job.sampling[name] = name === "stop" && typeof value === "string" ? [value] : value;
+    else if (same.includes(name)) job[name] = value;
+    else if (!dropped.includes(name)) return null;
+  }
+  if (path === "/v1/chat/completions") job.messages = [body.messages];
+  else if (typeof body.prompt === "string" || typeof body.prompt[0] === "number") job.prompts = [body.prompt];
+  else job.prompts = body.prompt;
+  return job;
+}
+
+function inShell(path, body, url) {
+  const [verb, fields] = path === "/v1/sweeps" ? ["sweep", body] : ["submit", asJob(path, body)];
+  if (fields === null) return null;
+  return `midstream ${verb} --url ${shell(url)} --body /dev/stdin <<'JSON'
+${JSON.stringify(fields, null, 2)}
+JSON
+`;
+}
+
+/** {Python, curl, CLI} of a request; `keyed`: the API asks for a key. A form that cannot say the same is left out. */
+export function codeOf(path, body, keyed) {
+  const url = location.origin;
+  const command = inShell(path, body, url);
+  return { Python: inPython(path, body, url, keyed), curl: curl(path, body, url, keyed), ...(command === null ? {} : { CLI: command }) };
+}

@@ -1,6 +1,4 @@
-// What the playground sends, and the same as code to copy.
-
-import { curl, python } from "./code.js";
+// What the playground sends.
 
 export const PATHS = { plain: "/v1/completions", chat: "/v1/chat/completions" };
 export const TAG = "playground";
@@ -31,27 +29,6 @@ function colouring(form) {
 export function bodyOf(form, steered) {
   const steering = steered ? steeringOf(form) : [];
   return { model: form.model, ...asked(form), ...sampling(form), ...(steering.length ? { steering } : {}), ...colouring(form) };
-}
-
-/** {Python, curl, CLI}: the request with its modules. `keyed`: the API asks for a key. */
-export function codeOf(form, origin, keyed) {
-  const body = bodyOf(form, true);
-  const { model, capture_wait: _, ...rest } = body;
-  const call = form.mode === "chat" ? "chat" : "completion";
-  const fields = Object.entries(body).map(([name, value]) => `        ${name}=${python(value, "        ")},\n`);
-  const prints = [`    print(answer.text)\n`, ...(rest.probes ? ["    print(answer.probes)\n"] : [])];
-  const { prompt, messages, max_tokens, temperature, seed, ...more } = rest;
-  const job = {
-    model,
-    ...(messages ? { messages: [messages] } : { prompts: [prompt] }),
-    sampling: { max_tokens, temperature, ...(seed === undefined ? {} : { seed }) },
-    ...more,
-  };
-  return {
-    Python: `from midstream import Client\n\nwith Client(${JSON.stringify(origin)}) as client:${keyed ? "  # the key is in MIDSTREAM_API_KEY" : ""}\n    answer = client.${call}(\n${fields.join("")}    )\n${prints.join("")}`,
-    curl: curl(origin, PATHS[form.mode], body, keyed),
-    CLI: `midstream submit --url ${origin} --body /dev/stdin <<'END'\n${JSON.stringify(job, null, 2)}\nEND`,
-  };
 }
 
 /** Field of an error → the form's field, such as `steering[1].module` → `module 1`; null: of none. */

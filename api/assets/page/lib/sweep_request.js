@@ -1,6 +1,4 @@
-// The body of a sweep: what the form's fields make of it and back, the request of a closer look, and the same as code.
-
-import { curl, python, shell } from "./code.js";
+// The body of a sweep: what the form's fields make of it and back, and the request of a closer look.
 
 /** What a request has where it says nothing else. */
 const DEFAULTS = {
@@ -159,29 +157,4 @@ function layersAround({ layers, window }, { rows: [first, last], columns }) {
     to = Math.min(Math.max(layers[Math.min(first + 1, layers.length - 1)], to + window.layers), layers[layers.length - 1]);
   }
   return from === to ? String(from) : `${from}-${to}`;
-}
-
-// --- The same as code -------------------------------------------------------------------------------------------------------
-
-/** {Python, curl, CLI} of a request; `keyed`: the API asks for a key, which all three read from MIDSTREAM_API_KEY. */
-export function sweepCode(request, origin, keyed) {
-  const fields = Object.entries(request).map(([name, value]) => `        ${name}=${python(value, "        ")},\n`);
-  return {
-    Python: `from midstream import Client\n\nwith Client(${JSON.stringify(origin)}) as client:\n    result = client.sweep(\n${fields.join("")}    )\nprint(result.summary)`,
-    curl: curl(origin, "/v1/sweeps", request, keyed),
-    CLI: commandLine(request, origin),
-  };
-}
-
-const OPTIONS = new Set(["model", "hooks", "layers", "positions", "axis", "metric", "direction", "ablation", "alignment", "alpha", "noise", "window", "lora", "priority"]);
-
-function commandLine(request, origin) {
-  const { pairs, window, ...rest } = request;
-  const words = { ...(pairs.length === 1 ? pairs[0] : {}), ...rest, ...(window ? { window: `${window.layers ?? 1}x${window.positions ?? 1}` } : {}) };
-  const simple = pairs.length === 1 && Object.entries(words).every(([name, value]) => (TEXTS.includes(name) ? typeof value === "string" : OPTIONS.has(name)) && (name === "hooks" || textOf(value) !== null));
-  if (!simple || pairs[0].positions || pairs[0].alignment) {
-    return `midstream sweep --url ${shell(origin)} --body /dev/stdin <<'END'\n${JSON.stringify(request, null, 2)}\nEND`;
-  }
-  const options = Object.entries(words).map(([name, value]) => shell(`--${name}=${name === "hooks" ? value.join(",") : textOf(value)}`));
-  return ["midstream sweep", `--url=${shell(origin)}`, ...options].join(" \\\n  ");
 }

@@ -3,7 +3,7 @@
 import { html, useEffect, useLayoutEffect, useRef, useState, Button, Copy, Problem } from "../lib/ui.js";
 import { ApiError, get } from "../lib/api.js";
 import { bytes, number, time } from "../lib/format.js";
-import { codeOf } from "../lib/job_code.js";
+import { codeOf } from "../lib/code.js";
 
 const MOST = 200; // rows of a list that are shown
 
@@ -55,7 +55,7 @@ export function JobDetails({ id, job, session, onClose }) {
     return () => stop.abort();
   }, [id, over]);
 
-  const code = asked && asked.body && asked.path ? codeOf(asked.path, asked.body, { keys: session.auth === "keys" }) : null;
+  const code = asked && asked.body && asked.path ? codeOf(asked.path, asked.body, session.auth !== "open") : null;
   return html`<section class="details" aria-labelledby="job-title" onKeyDown=${(event) => event.key === "Escape" && onClose()}>
     <div class="details-head"><h2 id="job-title" tabindex="-1" ref=${head}>${id}</h2><${Button} kind="small" onClick=${onClose}>Close<//></div>
     <${Problem} error=${error} />

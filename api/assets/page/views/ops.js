@@ -1,4 +1,4 @@
-// Ops: what every rank of every worker reports, outboxes, queues, the jobs that run the longest.
+// Ops: what every rank of every worker reports, outboxes, queues, the slowest jobs.
 
 import { html, useEffect, useState, Button, Empty, Problem, useNow } from "../lib/ui.js";
 import { get } from "../lib/api.js";
@@ -6,6 +6,7 @@ import { age, bytes, duration, number, percent } from "../lib/format.js";
 
 const EVERY_S = 5;
 const SLOWEST = 10;
+const RECENT_S = 3600;
 
 /** What `get(path)` answers, asked again every few seconds while `on`; and how to ask now. */
 function usePolled(path, on) {
@@ -84,9 +85,13 @@ function Slow({ jobs }) {
   const now = useNow(1);
   const [, redraw] = useState(0);
   useEffect(() => jobs.subscribe(() => redraw((n) => n + 1)), [jobs]);
-  const slow = jobs.list.filter((job) => job.state === "running" || job.state === "cancelling").sort((a, b) => a.started - b.started).slice(0, SLOWEST);
-  if (!slow.length) return html`<${Empty}>Nothing runs.<//>`;
-  return html`<${Table} label="Longest running jobs" heads=${["Job", "Kind", "Owner", "Runs for", "Attempt"]} rows=${slow.map((job) => [html`<a href=${`#/jobs/${job.id}`}>${job.id}</a>`, job.kind, job.tenant || "default", age(job.started, now), job.attempt])} />`;
+  const end = (job) => job.finished || now;
+  const slow = jobs.list.filter((job) => job.started && end(job) > now - RECENT_S).sort((a, b) => end(b) - b.started - (end(a) - a.started)).slice(0, SLOWEST);
+  if (!slow.length) return html`<${Empty}>Nothing has run.<//>`;
+  return html`<${Table} label="Slowest jobs" heads=${["Job", "Kind", "Owner", "State", "Ran for", "Waited before", "Attempt"]} rows=${slow.map((job) => [
+    html`<a href=${`#/jobs/${job.id}`}>${job.id}</a>`, job.kind, job.tenant || "default", html`<span class=${`state ${job.state}`}>${job.state}</span>`,
+    duration(end(job) - job.started), duration(job.started - job.created), job.attempt,
+  ])} />`;
 }
 
 export default function View({ session, jobs }) {
@@ -100,6 +105,6 @@ export default function View({ session, jobs }) {
     ${has("observe") ? html`<${Problem} error=${status.error} />${status.data && html`<${Service} status=${status.data} />`}` : html`<p>The figures of the whole service need a key with the scope <code>observe</code>; this one has ${session.scopes.join(", ")}.</p>`}
     <h2>What the ranks say</h2>
     ${has("read") ? html`<${Problem} error=${dynamic.error} />${dynamic.data ? html`<${Ranks} dynamic=${dynamic.data} />` : html`<p class="soft">Asking …</p>`}<${Button} kind="small" onClick=${again}>Ask again<//>` : html`<p>This needs a key with the scope <code>read</code>.</p>`}
-    <h2>Longest running jobs</h2>
+    <h2>Slowest jobs of the last hour</h2>
     <${Slow} jobs=${jobs} />`;
 }

@@ -2,7 +2,8 @@
 
 import { get } from "../lib/api.js";
 import { Button, Copy, Empty, Field, Problem, html, useEffect, useRef, useState } from "../lib/ui.js";
-import { codeOf, fieldOf, steeringOf } from "../lib/playground_request.js";
+import { codeOf } from "../lib/code.js";
+import { PATHS, bodyOf, fieldOf, steeringOf } from "../lib/playground_request.js";
 import { Stream, sides } from "../lib/playground_stream.js";
 import { useModels } from "../lib/models.js";
 import { Chips, Legend } from "../lib/chips.js";
@@ -169,5 +170,5 @@ export default function View({ session }) {
     ${colour && limit > 0 && html`<${Legend} what=${colour.probe ? `${colour.probe}: ${colour.label}` : `projection on ${colour.module}, layer ${colour.layer}`} from=${-limit} to=${limit} />`}
     <div class="panes">${both.map((side) => html`<${Pane} key=${side.name} title=${side.title} side=${side} limit=${limit} values=${values} colour=${colour} />`)}</div>
     <h2>The steered request as code</h2>
-    <${Copy} label="Code" tabs=${codeOf(form, location.origin, session.auth !== "open")} />`;
+    <${Copy} label="Code" tabs=${codeOf(PATHS[form.mode], bodyOf(form, true), session.auth !== "open")} />`;
 }

@@ -5,7 +5,8 @@ import { Button, Copy, Problem, Progress, html, useCallback, useEffect, useLayou
 import { count, duration, number } from "../lib/format.js";
 import { MEANING, SweepGrid, csv, hookTitle, shareOf, shown } from "../lib/grid.js";
 import { Heatmap, drawScale } from "../lib/heatmap.js";
-import { lean, sweepCode } from "../lib/sweep_request.js";
+import { codeOf } from "../lib/code.js";
+import { lean } from "../lib/sweep_request.js";
 import { Closer } from "./sweep_closer.js";
 import { picture, save } from "../lib/sweep_export.js";
 
@@ -96,7 +97,6 @@ export default function Grid({ id, session }) {
 
   const { job, request } = view;
   const over = OVER.includes(job.state);
-  const keyed = session.auth !== "open";
   return html`<div class="sweep">
     <h1>Sweep</h1>
     <p class="sweep-title">${titleOf(grid, chosen)}</p>
@@ -121,7 +121,7 @@ export default function Grid({ id, session }) {
     ${looking && part && html`<${Closer} key=${JSON.stringify(part)} grid=${grid} request=${request} part=${part} pair=${chosen} close=${close} />`}
     ${notesOf(grid).map((note) => html`<p class="note">Note: ${note}</p>`)}
     <${Missing} grid=${grid} />
-    ${request && html`<h2>The same sweep as code</h2><${Copy} label="The same sweep" tabs=${sweepCode(lean(request), location.origin, keyed)} />`}
+    ${request && html`<h2>The same sweep as code</h2><${Copy} label="The same sweep" tabs=${codeOf("/v1/sweeps", lean(request), session.auth !== "open")} />`}
   </div>`;
 }
 
