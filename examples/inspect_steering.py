@@ -9,7 +9,10 @@
 2. The model writes about the topics of examples/data/opinions.jsonl, once as it is and once with the module. The score of an answer is
    its number of positive words minus its number of negative ones, each counted once.
 
-Prints both scores. Inspect's logs, which `inspect view` shows, are written to `--logs`; the module is removed at the end.
+Prints both scores, and the mean over topics of their difference. Inspect's logs, which `inspect view` shows, are written to `--logs`;
+the module is removed at the end, or kept with `--keep`:
+
+    .cache/inspect/bin/inspect eval examples/inspect_steering.py --model midstream/demo -M modules=inspect-cheerful
 """
 
 import argparse
@@ -18,7 +21,7 @@ import re
 from pathlib import Path
 
 import numpy as np
-from inspect_ai import Task, eval
+from inspect_ai import Task, eval, task
 from inspect_ai.dataset import json_dataset
 from inspect_ai.model import GenerateConfig, get_model
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
@@ -27,6 +30,7 @@ from inspect_ai.solver import TaskState, generate
 from midstream import Client
 
 DATA = Path(__file__).with_name("data")
+WORDS = json.loads((DATA / "sentiment.json").read_text())
 MODULE = "inspect-cheerful"
 #: The first token is an attention sink, a hundred times larger than the others.
 FIRST = 1
@@ -43,14 +47,22 @@ def direction(client: Client, model: str, layer: int, pairs: list[tuple[str, str
 
 
 @scorer(metrics=[mean(), stderr()])
-def word_score(positive: list[str], negative: list[str]) -> Scorer:
+def word_score() -> Scorer:
     """Positive minus negative words of an answer."""
+    positive, negative = set(WORDS["positive_words"]), set(WORDS["negative_words"])
 
     async def score(state: TaskState, target: Target) -> Score:
         words = set(re.findall(r"[a-z]+", state.output.completion.lower()))
-        return Score(value=len(words & set(positive)) - len(words & set(negative)), answer=state.output.completion)
+        return Score(value=len(words & positive) - len(words & negative), answer=state.output.completion)
 
     return score
+
+
+@task
+def opinions(tokens: int = 48) -> Task:
+    """Two sentences about each topic, with greedy sampling."""
+    config = GenerateConfig(temperature=0, max_tokens=tokens)
+    return Task(dataset=json_dataset(str(DATA / "opinions.jsonl")), solver=generate(), scorer=word_score(), config=config)
 
 
 def main() -> None:
@@ -59,30 +71,29 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--logs", default=".midstream/inspect")
+    parser.add_argument("--keep", action="store_true", help="keep the module")
     asked = parser.parse_args()
-    words = json.loads((DATA / "sentiment.json").read_text())
-    task = Task(
-        dataset=json_dataset(str(DATA / "opinions.jsonl")), solver=generate(),
-        scorer=word_score(words["positive_words"], words["negative_words"]),
-        config=GenerateConfig(temperature=0, max_tokens=asked.tokens),
-    )  # fmt: skip
+    scores: list[np.ndarray] = []
     with Client() as client:
         name = client.models()[0]
-        found = direction(client, name, asked.layer, words["pairs"])
+        found = direction(client, name, asked.layer, WORDS["pairs"])
         client.register_module(MODULE, [{"layers": asked.layer, "vector": found}])
         try:
             for label, arguments in (("without", {}), ("with the module", {"modules": {MODULE: asked.scale}})):
                 model = get_model(f"midstream/{name}", memoize=False, **arguments)
-                (log,) = eval(task, model=model, display="none", log_dir=asked.logs)
+                (log,) = eval(opinions(asked.tokens), model=model, display="none", log_dir=asked.logs)
                 if log.status != "success" or log.results is None:
                     raise SystemExit(f"the evaluation {label} ended as {log.status}: {log.error and log.error.message}")
-                metrics = log.results.scores[0].metrics
-                score, error = metrics["mean"].value, metrics["stderr"].value
-                print(f"{label}: {score:+.2f} (standard error {error:.2f}, {len(log.samples or [])} samples)")
-                sample = (log.samples or [])[0]
-                print(f"  job {sample.output.metadata['midstream']['job']}: {sample.output.completion.splitlines()[0][:100]}")
+                metrics, samples = log.results.scores[0].metrics, log.samples or []
+                print(f"{label}: {metrics['mean'].value:+.2f} (standard error {metrics['stderr'].value:.2f}, {len(samples)} samples)")
+                print(f"  job {samples[0].output.metadata['midstream']['job']}: {samples[0].output.completion.splitlines()[0][:100]}")
+                by_topic = {str(sample.id): float((sample.scores or {})["word_score"].value) for sample in samples}
+                scores.append(np.array([by_topic[topic] for topic in sorted(by_topic)]))
         finally:
-            client.unregister_module(MODULE)
+            if not asked.keep:
+                client.unregister_module(MODULE)
+    change = scores[1] - scores[0]
+    print(f"difference: {change.mean():+.2f} (standard error {change.std(ddof=1) / len(change) ** 0.5:.2f})")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 import json
 import sys
-from typing import Any
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from typing import Any, Literal
 
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
-from inspect_ai.model import GenerateConfig, get_model
+from inspect_ai.model import GenerateConfig, Model, get_model
 from inspect_ai.solver import generate, use_tools
 from inspect_ai.tool import Tool, ToolFunction, tool
 
@@ -19,7 +21,7 @@ calls: list[str] = []
 
 @tool
 def weather() -> Tool:
-    async def execute(city: str) -> str:
+    async def execute(city: Literal["Paris", "Oslo"]) -> str:  # the call is one of two, whatever the model is
         """The weather in a city.
 
         Args:
@@ -32,8 +34,11 @@ def weather() -> Tool:
 
 
 def run(samples: list[Sample], solver: Any = None, config: GenerateConfig = CONFIG, **arguments: Any) -> dict[str, Any]:
-    model = get_model("midstream/demo", base_url=URL, memoize=False, **arguments)
-    task = Task(dataset=samples, solver=solver or generate())
+    return evaluated(get_model("midstream/demo", base_url=URL, memoize=False, **arguments), samples, solver or generate(), config)
+
+
+def evaluated(model: Model, samples: list[Sample], solver: Any, config: GenerateConfig) -> dict[str, Any]:
+    task = Task(dataset=samples, solver=solver)
     (log,) = eval(task, model=model, display="none", log_dir=LOGS, fail_on_error=False, **config.model_dump(exclude_none=True))
     return {
         str(sample.id): {
@@ -60,11 +65,55 @@ def refusals() -> list[str]:
     return found
 
 
+class Refusing(BaseHTTPRequestHandler):
+    """Answers each request with the next of `answers`: a status and seconds to wait. After the last one: an answer of a model."""
+
+    answers: list[tuple[int, int]] = []
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        status, wait = self.answers.pop(0) if self.answers else (200, 0)
+        problem = {"error": {"message": "not now", "type": "refused", "code": status}}
+        message = {"role": "assistant", "content": "at last"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        answer = {"id": "job_1", "object": "chat.completion", "created": 0, "model": "demo", "choices": [choice]}
+        body = json.dumps(answer if status == 200 else problem).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        if wait:
+            self.send_header("retry-after", str(wait))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def refused_at_first(*answers: tuple[int, int]) -> dict[str, Any]:
+    """What becomes of a sample whose requests get `answers`; and what the provider says of each of them."""
+    decisions: list[tuple[bool, str, float | None]] = []
+
+    def observed(ex: BaseException) -> Any:
+        decision = asked(ex)
+        decisions.append((decision.retry, decision.kind, decision.retry_after))
+        return decision
+
+    Refusing.answers = list(answers)
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        model = get_model("midstream/demo", base_url=f"http://127.0.0.1:{server.server_port}", memoize=False)
+        model.api.should_retry, asked = observed, model.api.should_retry
+        found = evaluated(model, [one("refused")], generate(), CONFIG)["refused"]
+        server.shutdown()
+    return found | {"decisions": decisions, "left": len(Refusing.answers)}
+
+
 def weather_of(city: str) -> Sample:
     return Sample(id="tools", input=f"What is the weather in {city}?")
 
 
-longer = GenerateConfig(temperature=0, max_tokens=60)
+longer = GenerateConfig(temperature=0, max_tokens=200)
 cached = GenerateConfig(temperature=0, max_tokens=12, cache=True)
 require = use_tools(weather(), tool_choice=ToolFunction("weather"))
 print(
@@ -80,6 +129,8 @@ print(
             "tools": run([weather_of("Paris")], [require, generate(tool_calls="single")], longer),
             "called": calls,
             "refused": refusals(),
+            "patient": refused_at_first((429, 7), (503, 2)),
+            "failed": refused_at_first((500, 0), (500, 0)),
         }
     )
 )  # fmt: skip

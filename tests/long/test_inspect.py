@@ -17,8 +17,7 @@ from tree import ROOT
 from midstream.client import Client
 from midstream.workers.demo_model import fetch_demo_model
 
-#: Run by hand: an environment of its own, and calls of tools that the demo model does not always make.
-pytestmark = [pytest.mark.timeout(1500), pytest.mark.packages]
+pytestmark = pytest.mark.timeout(1500)
 HIDDEN = 576
 
 
@@ -33,16 +32,16 @@ def python() -> Path:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     options = {"engine": "vllm", "model": str(fetch_demo_model()), "model_name": "demo", "max_model_len": 512, "kv_cache_gib": 0.25}
-    slow = {"lease_s": 15.0, "visibility_timeout_s": 30, "tool_parser": TOOL_PARSER, "certify": False}
+    slow = {"lease_s": 15.0, "visibility_timeout_s": 30, "tool_parser": TOOL_PARSER, "certify": False, "dtype": "float32"}
     with Stack(tmp_path_factory.mktemp("inspect"), api=True, start_timeout_s=300, **options, **slow) as stack:
         yield stack
 
 
-def program(python: Path, service: Stack, folder: Path, *arguments: str) -> str:
-    """Its output. Inspect's cache and traces lie in `folder`."""
+def program(command: Path, service: Stack, folder: Path, *arguments: str, cwd: Path | None = None) -> str:
+    """Its output. Inspect's cache and traces lie in `folder`, where it is run unless `cwd` is given."""
     own = {"MIDSTREAM_PUBLIC_URL": service.url, "INSPECT_CACHE_DIR": str(folder / "cache"), "XDG_DATA_HOME": str(folder)}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
-    done = subprocess.run([str(python), *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([str(command), *arguments], cwd=cwd or folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -98,15 +97,45 @@ def test_a_cached_answer_is_of_the_same_interventions(found: Any) -> None:
 
 
 def test_a_tool_is_called(found: Any) -> None:
-    assert len(found["called"]) == 1
+    assert found["called"] in (["Paris"], ["Oslo"])
     assert found["tools"]["tools"]["error"] is None
     assert found["tools"]["tools"]["messages"] == ["user", "assistant", "tool"]
+
+
+def test_what_the_service_cannot_take_now_is_asked_again(found: Any) -> None:
+    patient = found["patient"]
+    assert (patient["text"], patient["error"], len(patient["cached"])) == ("at last", None, 3)
+    assert patient["decisions"] == [[True, "rate_limit", 7.0], [True, "transient", 2.0]]
+
+
+def test_an_error_of_the_service_is_not_asked_again(found: Any) -> None:
+    failed = found["failed"]
+    assert "not now" in failed["error"]
+    assert failed["left"] == 1, "of two answers one is fetched"
+    assert failed["decisions"] == [[False, "transient", None]]
+
+
+def test_the_command_line_takes_arguments_of_the_model(found: Any, python: Path, service: Stack, tmp_path: Path) -> None:
+    tokens = 8
+    question = json.loads((ROOT / "examples" / "data" / "opinions.jsonl").read_text().splitlines()[0])["input"]
+    texts = {}
+    for argument in ("modules=shift", 'steering=[{"module": "shift", "scale": 0.5}]'):
+        logs = tmp_path / str(len(texts))
+        chosen = ["--model", "midstream/demo", "-M", argument, "-T", f"tokens={tokens}", "--limit", "1"]
+        written = ["--log-dir", str(logs), "--log-format", "json", "--display", "none"]
+        program(python.with_name("inspect"), service, tmp_path, "eval", "examples/inspect_steering.py", *chosen, *written, cwd=ROOT)
+        (log,) = logs.glob("*.json")
+        texts[argument] = json.loads(log.read_text())["samples"][0]["output"]["choices"][0]["message"]["content"]
+    with Client(service.url) as client:
+        asked = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": tokens}
+        whole, half = (client.chat("demo", **asked, steering={"module": "shift", "scale": scale}).text for scale in (1.0, 0.5))
+    assert list(texts.values()) == [whole, half]
+    assert whole != half
 
 
 def test_the_example_scores_the_module_higher(python: Path, service: Stack, tmp_path: Path) -> None:
     printed = program(python, service, tmp_path, str(ROOT / "examples" / "inspect_steering.py"), "--logs", str(tmp_path / "logs"))
     print(printed)
-    without, steered = map(
-        float, re.findall(r"^with\S* ?.*?: ([-+][0-9.]+) \(standard error [0-9.]+, 12 samples\)$", printed, re.MULTILINE)
-    )
-    assert steered > without
+    assert len(re.findall(r"^with.*: [-+][0-9.]+ \(standard error [0-9.]+, 40 samples\)$", printed, re.MULTILINE)) == 2
+    difference, error = map(float, re.search(r"^difference: (\S+) \(standard error (\S+)\)$", printed, re.MULTILINE).groups())  # type: ignore[union-attr]
+    assert difference > 2 * error
