@@ -42,6 +42,7 @@ from ..storage.store import open_store
 from .operations.disks import Disks
 from .operations.job_feed import JobFeed
 from .operations.service_figures import ServiceFigures
+from .operations.shares import Shares
 from .resolve import admission, global_capture, patches
 from .resolve.callback_url import check_callback
 from .resolve.feature_wishes import FeatureWish
@@ -76,6 +77,8 @@ QUOTA_SPARE = 16
 BROADCAST_S = 5.0
 #: Captures whose rows are read for their norms at the same time; others wait.
 MEASURED_AT_ONCE = 2
+#: Of those that are read or wait, how many may be one tenant's: so long does another tenant wait at most.
+MEASURED_OF_TENANT = 8
 
 
 class AppContext:
@@ -98,6 +101,7 @@ class AppContext:
         self._features = FeatureFiles(settings.sae_dir)
         self._reading_features = anyio.CapacityLimiter(1)
         self.measuring = anyio.CapacityLimiter(MEASURED_AT_ONCE)
+        self.measured = Shares(MEASURED_OF_TENANT, "looks at captured rows")
         self.watcher = watcher
         self.celery = celery
         self.store = open_store(settings.artifacts)

@@ -8,10 +8,10 @@ from litestar import get
 from litestar.params import QueryParameter
 
 from ...schemas.captures import CaptureNorms, Manifest
-from ...schemas.errors import MidstreamError, invalid, unknown
+from ...schemas.errors import MidstreamError, invalid
 from ...schemas.interventions import FAMILY
 from ...schemas.jobs import FileEntry
-from ...schemas.keys import Caller, own, scoped
+from ...schemas.keys import Caller
 from ...schemas.limits import (
     MAX_COUNT,
     MAX_LAYER,
@@ -26,12 +26,13 @@ from ...schemas.limits import (
 from ...schemas.selectors import ALIASES, as_ranges
 from ...schemas.steering import Module
 from ...schemas.tensors import to_numpy
-from ..context import AppContext, context_of
+from ..context import MEASURED_OF_TENANT, AppContext, context_of
 from ..responses.norms import Measured, measured
 from ..web.auth import caller_of
 from ..web.body import JsonRequest
 from .captures import CAPTURE_ERRORS, captured, opened, parse_layers, reading, tag_of
-from .jobs import JobId
+from .jobs import PROBLEM, JobId
+from .steering import named_module, tensors_of
 
 #: Hook whose rows are measured where none is named.
 USUAL = "post_block"
@@ -42,8 +43,10 @@ MIB = 1 << 20
     "/v1/captures/{job_id:str}/norms",
     summary="Norms of one prompt's captured rows, and cosines to a module",
     description="Computed in float32 from the stored rows, for each layer and position. With `module`, the cosine of each row to the "
-    "vector that this steering module has at the layer, or at `module_layer`. Null where there is no finite number.",
-    responses=CAPTURE_ERRORS,
+    "vector that this steering module has at the layer, or at `module_layer`. Null where there is no finite number. "
+    "Each call reads and checks the whole files: "
+    f"of one tenant, an API process answers {MEASURED_OF_TENANT} at the same time, and others with 429.",
+    responses={**CAPTURE_ERRORS, 429: PROBLEM},
 )
 async def get_norms(
     job_id: JobId,
@@ -87,7 +90,8 @@ async def get_norms(
     def read(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> Measured:
         return measured(context.store, opened(context, job_id, entries), site, chosen, rows, vectors)
 
-    found = await reading(context, job_id, entries, read, context.measuring)
+    with context.measured.of(caller.tenant):
+        found = await reading(context, job_id, entries, read, context.measuring)
     manifest = found.manifest
     listed = rows(manifest)
     ids = [manifest.token_ids[place] for place in listed]
@@ -162,17 +166,16 @@ def _check_bounds(entries: Sequence[FileEntry], layers: int, rows: int) -> None:
 async def _vectors(
     context: AppContext, caller: Caller, model: str, name: str, hook: str, layers: Sequence[int], at: int | None
 ) -> dict[int, np.ndarray]:
-    """Layer → the vector of the caller's module, as it was registered. Raises a 404 or 400 naming `module` or `module_layer`."""
-    module = await context.steering.module(model, scoped(caller.tenant, name))
-    if module is None:
-        raise unknown("module", name, model, own(caller.tenant, await context.steering.module_names(model)), field="module")
+    """Layer → the vector of the caller's module, as it was registered. Raises a 404, 409 or 400 naming `module` or `module_layer`."""
+    module = await named_module(context, caller, model, name, field="module")
     tensors = _tensors(module, hook)
     if not tensors:
         raise invalid("module", f"module {name!r} has no vector", allowed="a module with an entry of op add, replace, ablate or clamp")
     if at is not None and at not in tensors:
         raise invalid("module_layer", f"module {name!r} has no vector at layer {at}", allowed=as_ranges(sorted(tensors), most=8))
     wanted = {layer: tensors[at] if at is not None else tensors[layer] for layer in layers if at is not None or layer in tensors}
-    read = {tensor: to_numpy(await context.steering.get_tensor(tensor)).astype(np.float32) for tensor in dict.fromkeys(wanted.values())}
+    found = await tensors_of(context, name, wanted.values(), field="module")
+    read = {key: to_numpy(tensor).astype(np.float32) for key, tensor in found.items()}
     return {layer: read[tensor] for layer, tensor in wanted.items()}
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -36,6 +36,7 @@ from ...schemas.steering import (
     WorkerSteering,
     content_digest,
 )
+from ...schemas.tensors import Tensor
 from ..context import AppContext, context_of
 from ..operations.global_change import change, is_applied
 from ..operations.rank_agreement import agreement
@@ -129,11 +130,7 @@ async def list_modules(request: JsonRequest, model: Model = None) -> ModulePage:
 async def get_module(name: Name, request: JsonRequest, model: Model = None) -> ModuleView:
     context = context_of(request)
     info = await context.the_model(model)
-    caller = caller_of(request)
-    module = await context.steering.module(info.name, scoped(caller.tenant, name))
-    if module is None:
-        raise await _no_module(context, info.name, name, caller)
-    return _view(module)
+    return _view(await named_module(context, caller_of(request), info.name, name))
 
 
 @get(
@@ -141,17 +138,13 @@ async def get_module(name: Name, request: JsonRequest, model: Model = None) -> M
     summary="Get a named module as a file",
     description="A safetensors file of its entries: sent back, it is the same module. `X-Midstream-Model` is the model.",
     media_type=FILE_TYPES[0],
-    responses={200: ResponseSpec(bytes, media_type=FILE_TYPES[0], description="The file", generate_examples=False), **ERRORS},
+    responses={200: ResponseSpec(bytes, media_type=FILE_TYPES[0], description="The file", generate_examples=False), **ERRORS, 409: PROBLEM},
 )
 async def get_module_file(name: Name, request: JsonRequest, model: Model = None) -> Response[bytes]:
     context = context_of(request)
     info = await context.the_model(model)
-    caller = caller_of(request)
-    module = await context.steering.module(info.name, scoped(caller.tenant, name))
-    if module is None:
-        raise await _no_module(context, info.name, name, caller)
-    tensors = {key: await context.steering.get_tensor(key) for key in module.tensors}
-    entries = module_export.entries_of(module, tensors)
+    module = await named_module(context, caller_of(request), info.name, name)
+    entries = module_export.entries_of(module, await tensors_of(context, name, module.tensors))
     headers = {MODEL_HEADER: info.name, "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
     return Response(await anyio.to_thread.run_sync(to_bytes, entries), media_type=FILE_TYPES[0], headers=headers)
 
@@ -171,8 +164,27 @@ async def delete_module(name: Name, request: JsonRequest, model: Model = None) -
         raise await _no_module(context, info.name, name, caller)
 
 
-async def _no_module(context: AppContext, model: str, name: str, caller: Caller) -> MidstreamError:
-    return unknown("module", name, model, own(caller.tenant, await context.steering.module_names(model)))
+async def named_module(context: AppContext, caller: Caller, model: str, name: str, field: str = "name") -> Module:
+    """The caller's module. Raises a 404 naming `field`, with the names there are."""
+    module = await context.steering.module(model, scoped(caller.tenant, name))
+    if module is None:
+        raise await _no_module(context, model, name, caller, field)
+    return module
+
+
+async def tensors_of(context: AppContext, name: str, keys: Iterable[str], field: str = "name") -> dict[str, Tensor]:
+    """Tensors of a module that was just read, by content hash. Raises a 409 naming `field` when it is another one by now."""
+    try:
+        return {key: await context.steering.get_tensor(key) for key in dict.fromkeys(keys)}
+    except MidstreamError as error:
+        if error.kind != "intervention_failed":
+            raise
+        detail = f"module {name!r} was deleted or replaced while it was read"
+        raise MidstreamError("conflict", detail, field=field, allowed="ask again") from error
+
+
+async def _no_module(context: AppContext, model: str, name: str, caller: Caller, field: str = "name") -> MidstreamError:
+    return unknown("module", name, model, own(caller.tenant, await context.steering.module_names(model)), field=field)
 
 
 def _view(module: Module) -> ModuleView:

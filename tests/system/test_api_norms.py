@@ -1,7 +1,9 @@
 """Are a capture's norms and cosines those of numpy over the downloaded rows, for their tenant alone, and bounded?"""
 
 import base64
+import os
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from capture_kit import HIDDEN, finished, write
 from edge import Api, Hand
 from tenant_kit import Caller, asking
 
+from midstream.api.context import MEASURED_OF_TENANT
 from midstream.client import CaptureReader
 from midstream.schemas.limits import MAX_NORM_BYTES, MAX_NORM_ROWS, MAX_NORM_VALUES
 
@@ -183,6 +186,50 @@ def test_norms_wait_for_the_capture_and_end_with_it(api: Api, narrow: Hand) -> N
     job_id = captured(api, narrow)
     assert api.http.delete(f"/v1/captures/{job_id}").status_code == 204
     assert norms(api, job_id, 410)["type"] == "urn:midstream:gone"
+
+
+def test_a_module_that_is_deleted_while_it_is_read_is_a_conflict(api: Api, narrow: Hand) -> None:
+    """The route has read its entries, and its vectors are gone: what a deletion between the two leaves."""
+    job_id = captured(api, narrow, prompts=1)
+    module(api, "brief", ([1], np.ones(HIDDEN, np.float32), {}))
+
+    async def unpin() -> None:
+        for key in await narrow.ledger.redis.keys("ms:pinned:*"):
+            await narrow.ledger.redis.delete(key)
+
+    narrow.do(unpin())
+    for path, field in ((f"/v1/captures/{job_id}/norms?module=brief", "module"), ("/v1/steering/modules/brief/file", "name")):
+        answer = api.http.get(path)
+        assert (answer.status_code, answer.json()["field"], answer.json()["allowed"]) == (409, field, "ask again"), answer.text
+    assert api.http.get("/v1/steering/modules/brief").status_code == 200
+
+
+def test_a_tenant_that_looks_too_often_does_not_hold_up_the_others(tmp_path: Path, redis_url: str) -> None:
+    """A file whose opening waits takes the place of a slow disk. The limit is of calls that are under way."""
+    with asking(tmp_path, redis_url) as api, Hand(api.settings) as hand, ThreadPoolExecutor(MEASURED_OF_TENANT + 2) as pool:
+        ada, bob = Caller(api, hand, "vision"), Caller(api, hand, "speech")
+        jobs = {each: each.submit(capture={"layers": "all", "positions": "all_prompt"}) for each in (ada, bob)}
+        for job_id in jobs.values():
+            hand.finish(job_id)
+        urls = {each: f"/v1/captures/{job_id}/norms" for each, job_id in jobs.items()}
+        path = api.settings.capture_root / ada.http.get(f"/v1/captures/{jobs[ada]}").json()["files"][0]["path"]
+        slow, whole = tmp_path / "slow", tmp_path / "whole"
+        path.rename(whole)
+        os.mkfifo(slow)
+        os.link(slow, path)
+        looks = [pool.submit(ada.http.get, urls[ada]) for _ in range(MEASURED_OF_TENANT + 1)]
+        try:
+            (first,) = wait(looks, timeout=60, return_when=FIRST_COMPLETED).done
+            other = pool.submit(bob.http.get, urls[bob])
+        finally:
+            whole.rename(path)
+            writer = os.open(slow, os.O_RDWR)  # now they open
+        assert (first.result().status_code, first.result().headers["retry-after"]) == (429, "1")
+        assert "looks at captured rows of tenant vision" in first.result().json()["detail"]
+        assert other.result().status_code == 200
+        assert [look.result().status_code for look in looks].count(429) == 1
+        assert ada.http.get(urls[ada]).status_code == 200
+        os.close(writer)
 
 
 # field case 39
