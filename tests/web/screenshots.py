@@ -3,6 +3,7 @@
 Arguments: only these pictures, such as `page-sweep`. MIDSTREAM_ENGINE=fake: without a model.
 """
 
+import io
 import os
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from typing import Literal, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "tests" / part) for part in ("system", "web")]
 
+from PIL import Image  # noqa: E402
 from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
 from up_kit import Up  # noqa: E402
 from web_kit import LONG_S, NARROW, WIDE, launched  # noqa: E402
@@ -131,7 +133,8 @@ def main(names: list[str]) -> None:
                 expect(page.get_by_text("1 of 1 healthy")).to_be_visible()
                 shot.do(page)
                 time.sleep(1)  # the feed's next event
-                page.screenshot(path=IMAGES / f"{name}.png", full_page=shot.whole)
+                taken = Image.open(io.BytesIO(page.screenshot(full_page=shot.whole))).convert("RGB")
+                taken.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(IMAGES / f"{name}.png", optimize=True)
                 page.close()
         finally:
             up.close()

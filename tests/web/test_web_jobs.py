@@ -41,6 +41,16 @@ def test_a_row_opens_with_the_keyboard_and_shows_the_job(site: Site, visit: Visi
     expect(row(visit, job)).to_be_focused()
 
 
+def test_closing_a_job_on_a_phone_returns_to_its_row(browser: Browser, site: Site) -> None:
+    job = ended(site.alice)
+    with visiting(browser, site.url, NARROW) as visit:
+        visit.log_in(site.alice, f"jobs/{job}")
+        expect(visit.page.locator("section.details")).to_contain_text("All ranks agree")
+        expect(visit.page.get_by_role("table", name="Jobs")).to_be_hidden()
+        visit.page.keyboard.press("Escape")
+        expect(row(visit, job)).to_be_focused()
+
+
 @pytest.mark.parametrize("kind", ["job", "completion", "chat", "sweep"])
 def test_copied_code_sends_the_same_request(site: Site, visit: Visit, kind: str) -> None:
     user = site.user(f"copy-{kind}")

@@ -85,6 +85,6 @@ function Recent() {
     ${page && page.next && html`<${Button} onClick=${() => load(page.next)} onError=${(failure) => failure.name !== "AbortError" && setError(failure)}>More captures<//>`}`;
 }
 
-export default function View({ params }) {
-  return params[0] ? html`<${Shown} key=${params[0]} job=${encodeURIComponent(params[0])} />` : html`<h1>Capture</h1><${Form} /><${Recent} />`;
+export default function View({ params, jobs }) {
+  return params[0] ? html`<${Shown} key=${params[0]} job=${encodeURIComponent(params[0])} jobs=${jobs} />` : html`<h1>Capture</h1><${Form} /><${Recent} />`;
 }

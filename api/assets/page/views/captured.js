@@ -111,8 +111,11 @@ function Files({ job }) {
 }
 
 /** Waits for the job's end, then shows its rows. */
-export function Shown({ job }) {
+export function Shown({ job, jobs }) {
   const [view, setView] = useState(null);
+  const [, redraw] = useState(0);
+  useEffect(() => jobs.subscribe(() => redraw((n) => n + 1)), [jobs]);
+  const live = jobs.byId.get(job); // knows at once that the job runs; what waits for its end does not
   const [error, setError] = useState(null);
   useEffect(() => {
     const stop = new AbortController();
@@ -128,7 +131,7 @@ export function Shown({ job }) {
   const failed = view && view.state !== "succeeded" && OVER.has(view.state);
   return html`<h1>Capture</h1><p><a href="#/capture">All captures</a> · <a class="mono" href=${`#/jobs/${job}`}>${job}</a></p>
     <${Problem} error=${error} />
-    ${view && !OVER.has(view.state) && html`<p role="status">The job is ${view.state} …</p>`}
+    ${view && !OVER.has(view.state) && html`<p role="status">The job is ${live && !OVER.has(live.state) ? live.state : view.state} …</p>`}
     ${failed && html`<div class="problem" role="alert">The job is ${view.state}${view.error ? `: ${view.error.detail}` : ""}.</div>`}
     ${view && OVER.has(view.state) && html`<${Norms} job=${job} model=${view.model} quiet=${failed} />`}`;
 }

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useLayoutEffect, useRef, useState, Button, Copy, Problem } from "../lib/ui.js";
 import { ApiError, get } from "../lib/api.js";
-import { bytes, number, time } from "../lib/format.js";
+import { bytes, count, number, time } from "../lib/format.js";
 import { codeOf } from "../lib/code.js";
 
 const MOST = 200; // rows of a list that are shown
@@ -66,7 +66,7 @@ export function JobDetails({ id, job, session, onClose }) {
     ${
       asked
         ? asked.prompts.length
-          ? html`<${List} items=${asked.prompts} total=${asked.prompts_total} more="prompts">${(prompt) => html`<pre data-part="prompt">${prompt.text === null ? "(token ids)" : prompt.text}</pre><small>${number(prompt.tokens)} tokens</small>`}<//>`
+          ? html`<${List} items=${asked.prompts} total=${asked.prompts_total} more="prompts">${(prompt) => html`<pre data-part="prompt">${prompt.text === null ? "(token ids)" : prompt.text}</pre><small>${count(prompt.tokens, "token")}</small>`}<//>`
           : html`<p class="soft">${at && at.kind === "sweep" ? "The prompts are in the request below." : "None."}</p>`
         : html`<p class="soft">Loading …</p>`
     }
@@ -74,7 +74,7 @@ export function JobDetails({ id, job, session, onClose }) {
     ${
       result
         ? result.outputs.length
-          ? html`<${List} items=${result.outputs} more="outputs">${(output) => html`<pre data-part="output">${output.text}</pre><small>${number(output.token_ids.length)} tokens, ${output.finish_reason}</small>`}<//>`
+          ? html`<${List} items=${result.outputs} more="outputs">${(output) => html`<pre data-part="output">${output.text}</pre><small>${count(output.token_ids.length, "token")}, ${output.finish_reason}</small>`}<//>`
           : html`<p class="soft">None of its own.</p>`
         : html`<p class="soft">${over ? "Loading …" : at && at.finished ? `There is none: the job is ${at.state}.` : "Not ready yet."}</p>`
     }

@@ -1,6 +1,6 @@
 // Jobs: the live table, and what is known of one job.
 
-import { html, useEffect, useMemo, useRef, useState, Button, Empty, Problem, Progress, useNow } from "../lib/ui.js";
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState, Button, Empty, Problem, Progress, useNow } from "../lib/ui.js";
 import { post } from "../lib/api.js";
 import { age, duration } from "../lib/format.js";
 import { ENDED } from "../lib/jobs.js";
@@ -43,19 +43,14 @@ export default function View({ params, session, jobs }) {
   }, [jobs.revision, filter]);
 
   const opened = params[0] || null;
-  const opener = useRef(null);
-  const open = (job) => {
-    opener.current = job.id;
-    location.hash = `#/jobs/${job.id}`;
-  };
-  const close = () => {
-    const id = opener.current || opened;
-    location.hash = "#/jobs";
-    requestAnimationFrame(() => {
-      const row = document.querySelector(`tr[data-id="${CSS.escape(id || "")}"]`);
-      if (row) row.focus();
-    });
-  };
+  const left = useRef(null); // the job whose details were shown: its row gets the focus when they are gone, and rows are there on a phone too
+  useLayoutEffect(() => {
+    const row = !opened && left.current && document.querySelector(`tr[data-id="${CSS.escape(left.current)}"]`);
+    if (row) row.focus();
+    left.current = opened;
+  }, [opened]);
+  const open = (job) => (location.hash = `#/jobs/${job.id}`);
+  const close = () => (location.hash = "#/jobs");
   const may = session.scopes.includes("submit") || session.scopes.includes("admin");
   const cancel = async (job) => {
     setError(null);

@@ -64,7 +64,7 @@ function Ranks({ dynamic }) {
 function Service({ status }) {
   return html`<${Table} label="Parts of the service" heads=${["Part", "State"]} rows=${[
       ["Relay", status.relay.alive ? `has taken ${number(status.relay.received)} receipts` : html`<strong class="bad">has not reported</strong>`],
-      ["Webhooks", status.callbacks.alive ? `${number(status.callbacks.webhooks_pending)} pending, the most overdue by ${duration(status.callbacks.webhooks_overdue_s)}` : html`<strong class="bad">has not reported</strong>`],
+      ["Webhooks", status.callbacks.alive ? `${number(status.callbacks.webhooks_pending)} pending${status.callbacks.webhooks_pending ? `, the most overdue by ${duration(status.callbacks.webhooks_overdue_s)}` : ""}` : html`<strong class="bad">has not reported</strong>`],
       ["Redis", `${bytes(status.redis.used_bytes)}${status.redis.limit_bytes ? ` of ${bytes(status.redis.limit_bytes)}` : ""}, answered in ${number(status.redis.milliseconds, 1)} ms`],
       ["Jobs", `${number(status.live)} not over, ${number(status.queued)} of them queued; ${number(status.held)} responses held`],
     ]} />
