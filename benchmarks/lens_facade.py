@@ -1,7 +1,8 @@
 """Records what TransformerLens, without weight processing, says of one prompt, for the facade `midstream.lens` to be compared with.
 
     make lens                                            # TransformerLens' own environment
-    .cache/lens/bin/python benchmarks/lens_facade.py     # tests/data/hooked.safetensors
+    .cache/lens/bin/python benchmarks/lens_facade.py           # tests/data/hooked.safetensors
+    .cache/lens/bin/python benchmarks/lens_facade.py FILE      # every activation of every layer, for tests/long/test_equivalents.py
 
 Runs in an environment of its own (`requirements/lens.lock`), as `lens.py` beside it, and imports nothing of ours. float32. Hooks are
 Python functions; the facade is given the op that does the same.
@@ -9,6 +10,7 @@ Python functions; the facade is given the op that does the same.
 
 import importlib.metadata
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,7 +87,8 @@ def main() -> None:
     tokens = [tokenizer.encode(text).ids[0] for text in TOKENS]
     logits, cache = bridge.run_with_cache(torch.tensor([ids[0]]))
     _, other = bridge.run_with_cache(torch.tensor([ids[1]]))
-    kept = {f"blocks.{layer}.{name}": cache[f"blocks.{layer}.{name}"] for layer in LAYERS for name in NAMES}
+    layers = range(lens.layers) if sys.argv[1:] else LAYERS
+    kept = {f"blocks.{layer}.{name}": cache[f"blocks.{layer}.{name}"] for layer in layers for name in NAMES}
     logprobs = logits.float().log_softmax(-1)
     kept["logprobs"] = logprobs[0][:, tokens]
     kept["top"] = logprobs[0].topk(5).indices
@@ -102,8 +105,9 @@ def main() -> None:
     packages = {name: importlib.metadata.version(name) for name in ("transformer-lens", "transformers", "torch")}
     about = {"prompt": PROMPT, "other": OTHER, "ids": json.dumps(ids), "tokens": json.dumps(tokens), "labels": json.dumps(labels)}
     arrays = {name: np.ascontiguousarray(values.detach().numpy()) for name, values in kept.items()}
-    save_file(arrays, str(GOLDEN), about | {"versions": json.dumps(packages), "model": MODEL.name})
-    print(f"{GOLDEN}: {GOLDEN.stat().st_size} bytes")
+    path = Path(sys.argv[1]) if sys.argv[1:] else GOLDEN
+    save_file(arrays, str(path), about | {"versions": json.dumps(packages), "model": MODEL.name})
+    print(f"{path}: {path.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

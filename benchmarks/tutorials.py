@@ -1,18 +1,20 @@
 """Measures each tutorial of `examples/tutorials` beside the TransformerLens code that it shows, and checks that both print the same.
 
     make lens                                                                     # TransformerLens' own environment
-    midstream up --set hooks=all,inside --set dtype=float32 --set sae_dir=$PWD/examples/data/saes
-    python benchmarks/tutorials.py            # the table of RESULTS.md
-    python benchmarks/tutorials.py --write    # the same, and writes outputs and figures into the notebooks
+    OMP_NUM_THREADS=1 midstream up --set hooks=all,inside --set dtype=float32 --set sae_dir=$PWD/examples/data/saes
+    python benchmarks/tutorials.py --repeats 3    # the table of RESULTS.md: medians of rounds in which both sides take turns
+    python benchmarks/tutorials.py --write        # one round, and writes outputs and figures into the notebooks
 
 Each side is a process of its own, from start to end. TransformerLens loads the model in it; Midstream's server, found as clients find it,
-has loaded it. CPU seconds are those of the process, and for Midstream also those of the server's processes meanwhile.
+has loaded it. CPU seconds are those of the process, and for Midstream also those of the server's processes meanwhile. Each side computes
+in one thread, and in float32.
 """
 
 import argparse
 import os
 import re
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,9 @@ PEER = ROOT / ".cache" / "lens" / "bin" / "python"
 LOADED = "dtype=torch.float32)\n"
 #: The sentence of a notebook with the figures.
 FIGURES = re.compile(r"Midstream: \d+ lines.*?TransformerLens: \d+ lines(?:[^.]|\.\d)*\.", re.DOTALL)
+HEAD = """\
+| tutorial | lines | lines, TransformerLens | seconds (CPU) | seconds (CPU), TransformerLens | of these, to load the model | ratio (CPU) |
+|---|---|---|---|---|---|---|"""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -69,38 +74,50 @@ def run(python: Path | str, source: str, environment: dict[str, str], stack: dis
     return Cost(seconds, cpu + (server_cpu(stack) - served if stack else 0.0), done.stdout)
 
 
+def median(costs: list[Cost]) -> Cost:
+    """Of the seconds and of the CPU seconds, each by itself."""
+    return Cost(statistics.median(each.seconds for each in costs), statistics.median(each.cpu for each in costs), costs[0].printed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", type=Path, default=Path(".midstream"), help="of the server")
     parser.add_argument("--write", action="store_true", help="outputs and figures into the notebooks")
+    parser.add_argument("--repeats", type=int, default=1, help="rounds")
     parser.add_argument("--only", default="", help="tutorials whose name has this in it")
     options = parser.parse_args()
     stack = discovery.running(options.data_dir.resolve())
     if stack is None:
         raise SystemExit(f"no server runs on {options.data_dir}: `midstream up` starts one")
-    os.environ |= {"MPLBACKEND": "Agg", "MIDSTREAM_PUBLIC_URL": stack.url}
+    os.environ |= {"MPLBACKEND": "Agg", "MIDSTREAM_PUBLIC_URL": stack.url, "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, "MODEL": str(fetch_demo_model()), "SAES": str(ROOT / "examples" / "data" / "saes")}
-    print("| tutorial | lines | lines, TransformerLens | seconds (CPU) | seconds (CPU), TransformerLens | of these, to load the model |")
-    print("|---|---|---|---|---|---|")
+    print(HEAD)
     for path in TUTORIALS:
         if options.only not in path.stem:
             continue
         notebook = read(path)
         source, peer_source = code(notebook), peer_code(notebook)
-        ours = run(sys.executable, source, environment, stack)
-        load = run(PEER, peer_source.partition(LOADED)[0] + LOADED, environment)
-        peer = run(PEER, peer_source, environment)
-        if wrong := difference(ours.printed, peer.printed):
-            raise SystemExit(f"{path.name}: the two print differently:\n{wrong}")
+        rounds = []
+        for _ in range(options.repeats):
+            ours = run(sys.executable, source, environment, stack)
+            load = run(PEER, peer_source.partition(LOADED)[0] + LOADED, environment)
+            peer = run(PEER, peer_source, environment)
+            if wrong := difference(ours.printed, peer.printed):
+                raise SystemExit(f"{path.name}: the two print differently:\n{wrong}")
+            rounds.append((ours, peer, load))
+        ratios = [[getattr(peer, kind) / getattr(ours, kind) for ours, peer, _ in rounds] for kind in ("seconds", "cpu")]
+        ratio = "{:.1f} ({:.1f})".format(*map(statistics.median, ratios))
+        ours, peer, load = (median(list(each)) for each in zip(*rounds, strict=True))
         costs = " | ".join(f"{each.seconds:.1f} ({each.cpu:.1f})" for each in (ours, peer, load))
-        print(f"| `{path.stem}` | {lines(source)} | {lines(peer_source)} | {costs} |", flush=True)
+        print(f"| `{path.stem}` | {lines(source)} | {lines(peer_source)} | {costs} | {ratio} |", flush=True)
         if options.write:
             figures = (
-                f"Midstream: {lines(source)} lines and {ours.seconds:.1f} s ({ours.cpu:.1f} s of CPU time, the server's included). "
-                f"TransformerLens: {lines(peer_source)}\nlines and {peer.seconds:.1f} s ({peer.cpu:.1f} s), of which loading "
-                f"the model takes {load.seconds:.1f} s ({load.cpu:.1f} s)."
+                f"Midstream: {lines(source)} lines, {ours.seconds:.1f} s ({ours.cpu:.1f} s of CPU time, the server's included). "
+                f"TransformerLens: {lines(peer_source)} lines, {peer.seconds:.1f} s ({peer.cpu:.1f} s), of which loading the model takes "
+                f"{load.seconds:.1f} s ({load.cpu:.1f} s)."
             )
-            notebook.cells[-1].source = FIGURES.sub(figures, notebook.cells[-1].source)
+            notebook.cells[-1].source, found = FIGURES.subn(figures, notebook.cells[-1].source)
+            assert found == 1, f"{path.name}: no sentence to write the figures into"
             nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
             for cell in notebook.cells:
                 cell.metadata.pop("execution", None)  # times of day

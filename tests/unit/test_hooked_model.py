@@ -218,7 +218,7 @@ def logits(length: int = 12, limit_kib: int = 256) -> tuple[Logits, Server]:
     "key",
     [
         (0, -1, 7), (0, -1, [7, 900]), (slice(None), -1, 7), (1, slice(2, 5), [3]), (..., 7), (0, ..., -1), (slice(None), [0, 3], 5),
-        ([0, 1], [2, 3], [4, 5, 6]), (0, 0, slice(10, 14)),
+        ([0, 1], [2, 3], [4, 5, 6]), (0, 0, slice(10, 14)), (0, 0, [-1000, 999]),
     ],
 )  # fmt: skip
 def test_indexing_gives_what_numpy_would(key: Any) -> None:
@@ -250,10 +250,12 @@ def test_only_what_is_not_known_is_asked_for() -> None:
     assert server.asked == [(0, [11], 1, [7, 8])]
     found[0, [10, 11], [8, 9]]
     assert server.asked[1:] == [(0, [10, 11], 1, [8, 9])]
+    found[0, [9, 10, 11], 8]
+    assert server.asked[2:] == [(0, [9], 1, [8])]
     found[:, -1].topk(5)
-    assert len(server.asked) == 4
+    assert len(server.asked) == 5
     found[1, -1].topk(3)
-    assert len(server.asked) == 4
+    assert len(server.asked) == 5
 
 
 def test_requests_keep_to_the_limits_of_tokens_and_bytes() -> None:
