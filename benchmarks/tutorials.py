@@ -112,9 +112,8 @@ def main() -> None:
         print(f"| `{path.stem}` | {lines(source)} | {lines(peer_source)} | {costs} | {ratio} |", flush=True)
         if options.write:
             figures = (
-                f"Midstream: {lines(source)} lines, {ours.seconds:.1f} s ({ours.cpu:.1f} s of CPU time, the server's included). "
-                f"TransformerLens: {lines(peer_source)} lines, {peer.seconds:.1f} s ({peer.cpu:.1f} s), of which loading the model takes "
-                f"{load.seconds:.1f} s ({load.cpu:.1f} s)."
+                f"Midstream: {lines(source)} lines, {ours.cpu:.1f} s of CPU time, the server's included. TransformerLens: "
+                f"{lines(peer_source)} lines, {peer.cpu:.1f} s, of which loading the model takes {load.cpu:.1f} s."
             )
             notebook.cells[-1].source, found = FIGURES.subn(figures, notebook.cells[-1].source)
             assert found == 1, f"{path.name}: no sentence to write the figures into"

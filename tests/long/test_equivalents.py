@@ -22,6 +22,7 @@ SCRIPT = ROOT / "tests" / "nnsight_calls.py"
 P, OTHER, LOOP = "The Eiffel Tower is located in the city of", "The Colosseum is located in the city of", (19, 23, 25)
 #: Of float32 rows, as a share of the largest value; of log-probabilities: nats.
 ROWS, NATS = 1e-4, 2e-3
+END = "<|im_end|>"
 
 
 def recorded(path: Path, script: str, *arguments: str) -> dict[str, np.ndarray]:
@@ -83,7 +84,7 @@ def test_rows_are_those_of_nnsight(model: HookedModel, theirs: dict[str, np.ndar
         close(cache[name, 12].reshape(1, *rows.shape), theirs[name])
     close(reader.heads(12, "z").reshape(rows.shape), theirs["z"][0])
     close(cache["pattern", 12], theirs["pattern"])
-    close(model.client.attention(P).array(12), theirs["pattern"][0])
+    close(model.client.attention(P)[12], theirs["pattern"][0])
 
 
 def test_predictions_are_those_of_nnsight(model: HookedModel, theirs: dict[str, np.ndarray]) -> None:
@@ -132,10 +133,12 @@ def test_a_sweep_is_a_loop_over_traces(model: HookedModel, theirs: dict[str, np.
 
 
 def test_generation_is_that_of_nnsight(model: HookedModel, theirs: dict[str, np.ndarray]) -> None:
-    (wanted,) = theirs["generated"].tolist()
-    assert model.generate(P, 20, do_sample=False) == model.to_string(wanted)
+    (tokens,) = theirs["generated"].tolist()
+    wanted = model.to_string(tokens)
+    assert wanted.endswith(END), "the model ends the text within 20 tokens"
+    assert model.generate(P, 20, do_sample=False) == wanted
     answer = model.client.completion(model=model.card.id, prompt=P, max_tokens=20, temperature=0)
-    assert P + answer.text == model.to_string(wanted)
+    assert P + answer.text == wanted.removesuffix(END)
 
 
 def squeezed(code: str) -> str:

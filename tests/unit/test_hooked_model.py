@@ -144,6 +144,19 @@ def test_rows_of_several_positions_are_patches_of_one_each(shape: tuple[int, ...
         assert np.array_equal(np.stack([entry["source"]["vector"] for entry in found]), rows.reshape(3, 8))
 
 
+def test_ops_of_one_kind_at_one_activation_are_sent_in_their_order() -> None:
+    hooks = [(("resid_post", 1), ops.add(np.full(8, value))) for value in (1.0, 2.0)]
+    assert [entry["vector"][0] for entry in edits_of(hooks, CARD)["steering"]] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("pos", "written"),
+    [(slice(None), {"start": 0}), (slice(None, 3), {"start": 0, "stop": 3}), (slice(-3, None), {"start": -3}), (-1, [-1]), (None, "all")],
+)
+def test_positions_are_written_as_requests_take_them(pos: Any, written: Any) -> None:
+    assert ops.add(np.ones(8), pos=pos).fields["positions"] == written
+
+
 def test_rows_by_head_are_joined() -> None:
     values = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     found = edits_of([(("z", 0), ops.replace(values))], CARD)["patch"]
@@ -241,6 +254,20 @@ def test_parts_are_logits_and_their_indices_count_from_the_part() -> None:
     assert np.array_equal(values, np.take_along_axis(server.table[1, 3:6], ids, -1))
     assert np.array_equal(found.argmax(), server.table.argmax(-1))
     assert found[0, 0].argmax() == server.table[0, 0].argmax()
+
+
+def test_a_part_of_probabilities_is_probabilities() -> None:
+    found, server = logits()
+    part = found.softmax()[1][2:4]
+    assert part[-1, 7] == pytest.approx(np.exp(server.table[1, 3, 7]))
+    assert found.softmax().log_softmax()[0, 0, 7] == server.table[0, 0, 7]
+
+
+def test_what_is_known_is_not_replaced_by_less() -> None:
+    found, server = logits()
+    wanted = found[0, 0].topk(5)[1].tolist()
+    found[0, 0, 7]  # comes with the one most likely token
+    assert (found[0, 0].topk(5)[1].tolist(), len(server.asked)) == (wanted, 2)
 
 
 def test_only_what_is_not_known_is_asked_for() -> None:

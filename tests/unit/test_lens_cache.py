@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from midstream.client.lens.cache import ActivationCache
-from midstream.client.lens.names import BLOCK, Card, chosen
+from midstream.client.lens.names import BLOCK, Card, Site, chosen
+from midstream.lens import ops
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.selectors import HOOKS
 
@@ -121,3 +122,15 @@ def test_one_prompt_needs_no_batch_axis() -> None:
     alone = cache(prompts=1).remove_batch_dim()
     assert alone["resid_post", 0].shape == (TOKENS, WIDTH)
     assert alone.accumulated_resid(pos_slice=-1).shape == (LAYERS + 1, WIDTH)
+
+
+def test_rows_are_patched_from_one_of_the_cached_prompts() -> None:
+    found = cache("blocks.1.hook_resid_post")
+    entry = {"layers": 1, "hook": "post_block", "positions": [2], "alpha": 1.0}
+    for prompt in range(2):
+        (made,) = ops.patch(found, pos=2, source_pos=3, prompt=prompt).entries(Site("hook_resid_post", 1), CARD, "fwd_hooks[0]")
+        assert made == entry | {"source": {"prompt": prompt, "position": 3, "run": "job_1"}}
+    with pytest.raises(MidstreamError, match="name one"):
+        ops.patch(found, pos=2)
+    with pytest.raises(MidstreamError, match=r"has no blocks\.0\.hook_resid_post"):
+        ops.patch(found, prompt=0).entries(Site("hook_resid_post", 0), CARD, "fwd_hooks[0]")

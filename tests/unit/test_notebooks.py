@@ -1,7 +1,10 @@
 """What two runs of a notebook print is compared up to the rounding of numbers, and no further."""
 
+import re
+from pathlib import Path
+
 import pytest
-from notebooks import difference
+from notebooks import TUTORIALS, code, difference, lines, peer_code, read
 
 
 @pytest.mark.parametrize(
@@ -24,3 +27,13 @@ def test_rounding_and_spaces_are_no_difference(one: str, other: str) -> None:
 )
 def test_other_words_and_numbers_are(one: str, other: str) -> None:
     assert difference(one, other) != ""
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_shows_lines_and_seconds_of_both(path: Path) -> None:
+    notebook = read(path)
+    found = re.findall(r"(Midstream|TransformerLens): (\d+) lines, (\d+\.\d) s", notebook.cells[-1].source)
+    assert {name: int(count) for name, count, _ in found} == {
+        "Midstream": lines(code(notebook)),
+        "TransformerLens": lines(peer_code(notebook)),
+    }
