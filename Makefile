@@ -35,7 +35,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-packages test-faults test-machines test-compose fidelity walk quantised smoke-vllm docs lens sae inspect bench bench-gpu lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-packages test-faults test-machines test-compose fidelity walk quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -180,7 +180,7 @@ LOCKED = .cache/$*/bin/python -m pip install --quiet --no-deps --require-hashes 
 .PRECIOUS: .cache/%/.ready
 
 # Those without torch; Midstream itself is installed only where it is imported.
-LIGHT := docs inspect
+LIGHT := docs inspect lm-eval
 # Built by the tests' setuptools, so that nothing is downloaded without a hash.
 .cache/inspect/.ready: INSTALLED = rm -rf .cache/inspect/wheel && mkdir .cache/inspect/wheel \
 	&& $(BIN)/python -c 'from setuptools import build_meta; build_meta.build_editable(".cache/inspect/wheel")' >.cache/inspect/build.log 2>&1 \
@@ -202,6 +202,8 @@ docs: .cache/docs/.ready ## build the documentation as a site in .cache/site; li
 sae: .cache/sae/.ready ## install SAELens, which examples/train_sae.py trains with, in .cache/sae
 
 inspect: .cache/inspect/.ready ## install Inspect AI, with the provider `midstream/<model>`, in .cache/inspect
+
+lm-eval: .cache/lm-eval/.ready ## install lm-evaluation-harness in .cache/lm-eval
 
 lens: $(READY) model .cache/lens/.ready ## install TransformerLens and recompute its reference grids, against which patched grids are tested
 	@.cache/lens/bin/python benchmarks/lens.py golden

@@ -11,6 +11,7 @@
 #   lens.lock    TransformerLens, in its own environment (`make lens`); used with torch-cpu.lock
 #   sae.lock     SAELens and the Python client, in their own environment (`make sae`); used with torch-cpu.lock
 #   inspect.lock Inspect AI and the Python client, in their own environment (`make inspect`)
+#   lm-eval.lock lm-evaluation-harness, in its own environment (`make lm-eval`)
 #   docs.lock    the documentation's site, in its own environment (`make docs`)
 #   torch-cuda.lock  the libraries that a CUDA build of torch needs even on a CPU, where no index has a CPU build
 #
@@ -70,6 +71,7 @@ compile service.lock --extra api --extra client --extra flower --extra otel --ex
 compile worker.lock --extra cpu --extra model --extra otel --extra s3 --constraint "$scratch/agreed" --no-emit-package triton
 compile docs.lock --extra docs --constraint "$scratch/agreed"
 compile inspect.lock --extra inspect
+compile lm-eval.lock --extra lm-eval
 compile lens.lock --extra lens
 compile sae.lock --extra sae
 cuda_only=() cpu= # torch's own metadata: the libraries of CUDA belong to it

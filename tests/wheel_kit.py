@@ -38,6 +38,7 @@ EXTRAS: dict[str, Extra] = {
     "lens": Extra("import transformer_lens", (TORCH, "lens.lock")),
     "sae": Extra("import sae_lens, midstream; midstream.Client", (TORCH, "sae.lock")),
     "inspect": Extra("import inspect_ai, midstream.client.inspect_provider", ("inspect.lock",)),
+    "lm-eval": Extra("import lm_eval.tasks, lm_eval.models.openai_completions, transformers, aiohttp, tenacity", ("lm-eval.lock",)),
     "docs": Extra("import mkdocs, material, mkdocstrings, midstream.client.cli.main", ("docs.lock",)),
     "broker": Extra("import midstream.broker.relay, midstream.broker.callbacks, midstream.broker.ledger.jobs"),
     "otel": Extra("import opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http"),

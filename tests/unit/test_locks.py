@@ -26,6 +26,7 @@ EXTRAS_OF = {
     "gpu.lock": ("gpu", "model", "otel", "s3"),
     "docs.lock": ("docs",),
     "inspect.lock": ("inspect",),
+    "lm-eval.lock": ("lm-eval",),
     "lens.lock": ("lens",),
     "sae.lock": ("sae",),
 }
