@@ -78,6 +78,25 @@ def test_an_endless_generator_is_read_only_as_far_as_needed(tmp_path: Path, cach
     assert bool(jobs.cancelled) is not cached
 
 
+def test_cached_prompts_are_read_only_as_far_as_needed(tmp_path: Path) -> None:
+    read = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal read
+        for prompt in itertools.cycle("ab"):
+            read += 1
+            yield prompt
+
+    jobs = Jobs()
+    with serving(jobs) as url, Client(url) as client:
+        options: dict[str, Any] = {"model": "m", "cache": tmp_path / "cache", "progress": False}
+        assert len(list(client.map(["a", "b"], **options))) == 2
+        items = client.map(endless(), job_prompts=4, in_flight=2, **options)
+        assert [next(items).text for _ in range(9)] == ["<a>", "<b>"] * 4 + ["<a>"]
+        items.close()  # type: ignore[attr-defined]
+    assert (read <= 9 + 2 * 4 * 2, jobs.submitted) == (True, 1)
+
+
 def test_token_ids_and_conversations_are_mapped() -> None:
     jobs = Jobs()
     assert len(mapped(jobs, [[1, 2], (3,)])) == 2
@@ -112,6 +131,7 @@ def test_a_body_that_is_too_large_is_halved() -> None:
     jobs = Jobs(biggest=2)
     assert texts(mapped(jobs, list("abcdefghi"), job_prompts=8)) == [f"<{letter}>" for letter in "abcdefghi"]
     assert max(jobs.computed.values()) == 1
+    assert "".join(jobs.computed) == "abcdefghi"  # the first half first
 
 
 def test_a_job_that_failed_for_no_fault_of_its_own_is_submitted_again() -> None:
