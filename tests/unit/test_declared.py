@@ -39,6 +39,7 @@ BROUGHT_ALONG = {
 BY_HAND = {
     ("inspect_ai", "inspect_calls.py"),
     ("inspect_ai", "inspect_steering.py"),
+    ("nnsight", "nnsight_calls.py"),
     ("peft", "peft_rows.py"),
     ("sae_lens", "sae_rows.py"),
     ("sae_lens", "sae_encode.py"),
