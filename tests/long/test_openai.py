@@ -84,12 +84,13 @@ def test_tools_and_formats_work_under_steering(service: Stack) -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        {"json": {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2000)}}},
-        {"regex": "(a|b|ab)*" * 450},
+        {"json": {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2200)}}},
+        {"regex": "(a|b|ab)*" * 200},
+        {"regex": "((a{1,100}){1,100}){1,100}"},  # matching "aaa…" never ends
         {"regex": "[("},
         {"grammar": "root ::= nothing"},
     ],
-    ids=["many members", "ambiguous", "broken expression", "broken grammar"],
+    ids=["many members", "ambiguous", "nested repetitions", "broken expression", "broken grammar"],
 )
 def test_a_hostile_constraint_is_a_400_and_harms_no_other(service: Stack, form: dict[str, Any]) -> None:
     body = {"model": "demo", "prompt": PROMPTS[0], "structured_outputs": form}

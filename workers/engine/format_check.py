@@ -1,7 +1,8 @@
-"""Compiles constraints in a process of its own before the engine does, so that none can occupy the engine or its memory.
+"""Compiles and tries constraints in a process of its own before the engine does, so that none can occupy the engine or its memory.
 
-A few kilobytes of schema may take xgrammar minutes. `python -m midstream.workers.engine.format_check` is that process: it reads
-constraints from standard input and answers each when it has compiled it, or ends when that takes too much.
+A few kilobytes of schema may take xgrammar minutes, and matching thirty characters of a regular expression may never end.
+`python -m midstream.workers.engine.format_check` is that process: it reads constraints from standard input and answers each when it has
+tried it, or ends when that takes too much.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import random
 import resource
 import signal
 import sys
@@ -22,16 +24,22 @@ from ...schemas.errors import MidstreamError, invalid
 
 logger = logging.getLogger(__name__)
 
+#: Rules of the grammar that xgrammar makes of a constraint, before it compiles it. Of a schema each member is one, or a few; of a
+#: regular expression each group that repeats, and the work grows with their square and more.
+RULES = {"json": 2000, "structural_tag": 2000, "regex": 128, "choice": 128, "grammar": 128}
+#: Tokens that are matched with a constraint before the engine matches any.
+WALKED = 64
 #: Bytes of data that the process may have: its imports take half a GiB.
 MEMORY = 4 << 30
 #: Seconds for the process to start and to answer, on a machine with other things to do.
 PATIENCE_S = 180.0
 #: Constraints that were compiled once and are not checked again.
 KEPT = 1024
+_SMALLER = "a smaller schema, grammar, expression or list of tools"
 
 
 class FormatChecker:
-    """Checks constraints for one model's tokenizer, one at a time. The process starts with the first."""
+    """Checks constraints for one model's tokenizer, one at a time. The process starts with the first, or with `begin`."""
 
     def __init__(self, model: str, vocab_size: int, seconds: float, trust_remote_code: bool = False):
         """`model`: the tokenizer's folder or hub name. `seconds`: of processor time, for one constraint."""
@@ -42,7 +50,7 @@ class FormatChecker:
         self._one = asyncio.Lock()
 
     async def check(self, params: Any) -> None:
-        """Raises a 400 when the constraint of `params`, vLLM's SamplingParams, takes too long to compile.
+        """Raises a 400 when the constraint of `params`, vLLM's SamplingParams, is too large or takes too long to compile.
 
         One that does not compile at all passes: vLLM says why.
         """
@@ -59,6 +67,11 @@ class FormatChecker:
             while len(self._passed) > KEPT:
                 self._passed.popitem(last=False)
 
+    async def begin(self) -> None:
+        """Start the process, so that the first constraint does not wait for it."""
+        async with self._one:
+            await self._started()
+
     async def _ask(self, raw: bytes) -> None:
         process = await self._started()
         assert process.stdin is not None
@@ -67,17 +80,21 @@ class FormatChecker:
             async with asyncio.timeout(PATIENCE_S):
                 process.stdin.write(raw + b"\n")
                 await process.stdin.drain()
-                if not await process.stdout.readline():
+                answer = await process.stdout.readline()
+                if not answer:
                     raise EOFError
         except (EOFError, OSError) as error:
             ended = await self._end()
             if ended in (-signal.SIGPROF, -signal.SIGKILL, -signal.SIGABRT, -signal.SIGSEGV) or ended == 1:
-                detail = f"takes more than {self._seconds:g} s (format_compile_s) of processor time or {MEMORY >> 30} GiB to compile"
-                raise invalid("structured_outputs", detail, allowed="a smaller schema, grammar, expression or list of tools") from None
+                most = f"{self._seconds:g} s (format_compile_s) of processor time or {MEMORY >> 30} GiB"
+                detail = f"takes more than {most} to compile and to match"
+                raise invalid("structured_outputs", detail, allowed=_SMALLER) from None
             raise MidstreamError("internal", f"the process that checks constraints ended with {ended}") from error
         except BaseException:  # cancelled, or out of time, before the answer was complete
             await self._end()
             raise
+        if refused := msgspec.json.decode(answer):
+            raise invalid("structured_outputs", refused, allowed=_SMALLER)
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
@@ -104,42 +121,73 @@ class FormatChecker:
 # --- The process -----------------------------------------------------------------------------------------------------
 
 
-def _compile(compiler: Any, asked: dict[str, Any]) -> None:
-    """As vLLM's xgrammar backend does."""
+def _grammar(asked: dict[str, Any]) -> tuple[str, Any]:
+    """The kind of a constraint and xgrammar's grammar for it, as vLLM's backend makes it; None for a kind that has no limits."""
     import xgrammar
 
-    if asked.get("json"):
-        schema = asked["json"]
-        compiler.compile_json_schema(
-            schema if isinstance(schema, str) else json.dumps(schema), any_whitespace=not asked.get("disable_any_whitespace")
-        )
-    elif asked.get("regex"):
-        compiler.compile_regex(asked["regex"])
-    elif asked.get("choice"):
-        compiler.compile_grammar("root ::= " + " | ".join(map(json.dumps, asked["choice"])))
-    elif asked.get("structural_tag"):
-        compiler.compile_structural_tag(asked["structural_tag"])
-    elif asked.get("grammar"):
+    if schema := asked.get("json"):
+        spaces = not asked.get("disable_any_whitespace")
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return "json", xgrammar.Grammar.from_json_schema(text, any_whitespace=spaces)
+    if asked.get("regex"):
+        return "regex", xgrammar.Grammar.from_regex(asked["regex"])
+    if asked.get("choice"):
+        return "choice", xgrammar.Grammar.from_ebnf("root ::= " + " | ".join(map(json.dumps, asked["choice"])))
+    if asked.get("structural_tag"):
+        return "structural_tag", xgrammar.Grammar.from_structural_tag(asked["structural_tag"])
+    if asked.get("grammar"):
         try:
-            grammar = xgrammar.Grammar.from_ebnf(asked["grammar"])
+            return "grammar", xgrammar.Grammar.from_ebnf(asked["grammar"])
         except RuntimeError:
-            grammar = xgrammar.Grammar.from_lark(asked["grammar"])
-        compiler.compile_grammar(grammar)
+            return "grammar", xgrammar.Grammar.from_lark(asked["grammar"])
+    return "", None
+
+
+def refusal(asked: dict[str, Any], compiler: Any) -> str:
+    """Why the engine does not get the constraint, or an empty text."""
+    kind, grammar = _grammar(asked)
+    if grammar is None:
+        return ""
+    rules = len(json.loads(grammar.serialize_json())["rules"])
+    if rules > RULES[kind]:
+        return f"needs {rules} rules of a grammar, and may need {RULES[kind]} (kind: {kind})"
+    _walk(compiler.compile_grammar(grammar))
+    return ""
+
+
+def _walk(compiled: Any) -> None:
+    """Match tokens as the engine will: what compiles in a moment may never end there, such as repetitions within repetitions.
+
+    The tokens are drawn at random, from a fixed seed.
+    """
+    import numpy as np
+    import xgrammar
+
+    vocab_size = compiled.tokenizer_info.vocab_size
+    matcher, mask, draw = xgrammar.GrammarMatcher(compiled), xgrammar.allocate_token_bitmask(1, vocab_size), random.Random(0)
+    for _ in range(WALKED):
+        masked = matcher.fill_next_token_bitmask(mask)
+        bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[:vocab_size] if masked else np.ones(vocab_size, np.uint8)
+        bits[list(matcher.stop_token_ids)] = 0  # what may end goes on, and gets harder
+        allowed = np.flatnonzero(bits)
+        if not len(allowed) or not matcher.accept_token(int(draw.choice(allowed))):
+            matcher.reset()
 
 
 def _serve(questions: BinaryIO, answers: BinaryIO, compiler: Any, seconds: float) -> None:
     """Until the other side closes. Too much processor time (SIGPROF) or memory for one constraint ends the process."""
     while line := questions.readline():
+        refused = ""
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            _compile(compiler, msgspec.json.decode(line))
+            refused = refusal(msgspec.json.decode(line), compiler)
         except MemoryError:
             raise
-        except Exception as error:  # vLLM compiles it again and says what is wrong
+        except (RuntimeError, ValueError) as error:  # xgrammar's: vLLM compiles it again and says what is wrong
             logger.debug("a constraint does not compile: %s", error)
         signal.setitimer(signal.ITIMER_PROF, 0)
         compiler.clear_cache()
-        answers.write(b"\n")
+        answers.write(to_json(refused) + b"\n")
         answers.flush()
 
 

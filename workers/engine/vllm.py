@@ -222,6 +222,8 @@ class VllmEngine(RankControl):
             image_placeholder=images.placeholder,
         )
         await self._certify(trusted=adapter.variant.known and bool(residual))
+        if self._tools is not None:
+            await self._formats.begin()
 
     async def _certify(self, *, trusted: bool) -> None:
         """Prove the hook points with real requests; what is not proven is absent from `info`. Raises Uncertified.

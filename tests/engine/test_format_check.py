@@ -1,0 +1,65 @@
+"""The process that tries constraints before the engine gets them: what it refuses depends on size, or would never end on any machine."""
+
+import asyncio
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from midstream.schemas.errors import MidstreamError
+from midstream.workers.demo_model import fetch_demo_model
+from midstream.workers.engine import format_check
+
+MANY = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2200)}}
+TOOLS = {"type": "array", "items": {"anyOf": [{"type": "object", "properties": {f"a{n}": {"type": "string"}}} for n in range(128)]}}
+
+
+def outcomes(*forms: dict[str, Any], seconds: float = 2.0) -> list[str]:
+    """For each constraint, asked of the same process, why it is refused, or an empty text."""
+
+    async def ask() -> list[str]:
+        checker = format_check.FormatChecker(str(fetch_demo_model()), 49152, seconds)
+        await checker.begin()
+        found = []
+        try:
+            for form in forms:
+                try:
+                    await checker.check(SamplingParams(structured_outputs=StructuredOutputsParams(**form)))
+                    found.append("")
+                except MidstreamError as error:
+                    found.append(str(error))
+        finally:
+            await checker.close()
+        return found
+
+    return asyncio.run(ask())
+
+
+def test_a_constraint_of_too_many_rules_is_refused() -> None:
+    many, ambiguous, grammar = outcomes(
+        {"json": MANY},
+        {"regex": "(a|b|ab)*" * 200},
+        {"grammar": "\n".join(["root ::= r0", *(f'r{n} ::= "a" r{n + 1} | "b"' for n in range(150)), 'r150 ::= "c"'])},
+    )
+    assert "2220 rules" in many
+    assert "401 rules" in ambiguous
+    assert "rules" in grammar
+
+
+def test_what_would_never_end_is_refused_and_the_next_is_served() -> None:
+    nested, after = outcomes({"regex": "((a{1,100}){1,100}){1,100}"}, {"regex": "(yes|no){3}"})
+    assert "processor time" in nested
+    assert after == ""
+
+
+def test_ordinary_constraints_pass() -> None:
+    forms: dict[str, dict[str, Any]] = {
+        "tools": {"json": TOOLS},
+        "object": {"json_object": True},
+        "choices": {"choice": [f"word {n}" for n in range(1000)]},
+        "ebnf": {"grammar": 'root ::= "a" ("b" | "c") "d"'},
+        "lark": {"grammar": "start: WORD\nWORD: /[a-z]+/"},
+        "tag": {"structural_tag": '{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"type": "object"}}}'},
+        "broken: vLLM says why": {"regex": "[("},
+    }
+    assert dict(zip(forms, outcomes(*forms.values(), seconds=60.0), strict=True)) == dict.fromkeys(forms, "")
