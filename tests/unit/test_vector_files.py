@@ -25,6 +25,7 @@ from midstream.client.vectors import files, numpy_file
 from midstream.client.vectors.gguf import write as write_gguf
 from midstream.schemas import module_files
 from midstream.schemas.errors import MidstreamError
+from midstream.schemas.limits import MAX_FILE_TENSORS
 from midstream.schemas.specs import SteeringSpec
 from midstream.schemas.tensors import Tensor, from_numpy, to_numpy
 
@@ -117,6 +118,11 @@ def test_a_wrong_gguf_file_is_refused(change: Any, says: str) -> None:
     assert change(raw) != raw
     with pytest.raises(ValueError, match=says):
         files.from_bytes(change(raw))
+
+
+def test_a_gguf_file_with_two_directions_for_a_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match="two directions for layer 3"):
+        files.from_bytes(write_gguf({3: JOY, 4: CALM}, "m").replace(b"direction.4", b"direction.3"))
 
 
 # --- torch ---
@@ -270,6 +276,27 @@ def test_a_small_file_that_declares_much_takes_no_memory(name: str) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 16 << 20
+
+
+def repeated(name: str) -> bytes:
+    """An archive with a member twice."""
+    return zipped({f"{name}.npy": declaring((8,), JOY.tobytes()), "x.npy": b""}).replace(b"x.npy", f"{name}.npy".encode())
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (lambda: repeated("3"), "has a member twice"),
+        (lambda: zipped({f"{number}.npy": b"" for number in range(MAX_FILE_TENSORS + 100)}), f"more than {MAX_FILE_TENSORS} members"),
+        (lambda: zipped({"a/data.pkl": b"\x80\x02}."}, zipfile.ZIP_DEFLATED), "torch.save does not do that"),
+        (lambda: zipped({"3.npy": declaring((8,), JOY.tobytes()[:-4])}), "its|it is"),
+        (lambda: zipped({"3.npy": declaring((8,), JOY.tobytes())})[:-30], "its archive is damaged"),
+    ],
+    ids=["a member twice", "many members", "compressed", "too few numbers", "cut"],
+)
+def test_a_wrong_archive_is_refused(raw: Callable[[], bytes], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        files.from_bytes(raw(), 1)
 
 
 def test_a_file_beyond_its_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
