@@ -139,8 +139,9 @@ def test_a_job_that_failed_for_no_fault_of_its_own_is_submitted_again() -> None:
     assert texts(mapped(jobs, ["a", "b"])) == ["<a>", "<b>"]
     assert len(jobs.jobs) == 3
     with pytest.raises(MidstreamError, match="it failed") as caught:
-        mapped(Jobs(failures=[failed("worker_lost")] * 9), ["a", "b"], attempts=2)
+        mapped(jobs := Jobs(failures=[failed("worker_lost")] * 9), ["a", "b"], attempts=2)
     assert "prompts 0 to 1" in str(caught.value.__notes__)
+    assert len(jobs.jobs) == 2
 
 
 def test_an_error_names_the_prompt_by_its_place_in_the_input() -> None:
