@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 #: Rules of the grammar that xgrammar makes of a constraint, before it compiles it. Of a schema each member is one, or a few; of a
 #: regular expression each group that repeats, and the work grows with their square and more.
 RULES = {"json": 2000, "structural_tag": 2000, "regex": 128, "choice": 128, "grammar": 128}
-#: Tokens that are matched with a constraint before the engine matches any.
-WALKED = 64
+#: Tokens that are matched with a constraint before the engine matches any: drawn at random, and one again and again.
+WALKED, REPEATED = 64, 512
 #: Bytes of data that the process may have: its imports take half a GiB.
 MEMORY = 4 << 30
 #: Seconds for the process to start and to answer, on a machine with other things to do.
@@ -158,20 +158,29 @@ def refusal(asked: dict[str, Any], compiler: Any) -> str:
 def _walk(compiled: Any) -> None:
     """Match tokens as the engine will: what compiles in a moment may never end there, such as repetitions within repetitions.
 
-    The tokens are drawn at random, from a fixed seed.
+    Once tokens drawn at random, from a fixed seed; and once the longest token again and again, which finds what gets slower by the token.
     """
     import numpy as np
     import xgrammar
 
-    vocab_size = compiled.tokenizer_info.vocab_size
-    matcher, mask, draw = xgrammar.GrammarMatcher(compiled), xgrammar.allocate_token_bitmask(1, vocab_size), random.Random(0)
-    for _ in range(WALKED):
-        masked = matcher.fill_next_token_bitmask(mask)
-        bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[:vocab_size] if masked else np.ones(vocab_size, np.uint8)
-        bits[list(matcher.stop_token_ids)] = 0  # what may end goes on, and gets harder
-        allowed = np.flatnonzero(bits)
-        if not len(allowed) or not matcher.accept_token(int(draw.choice(allowed))):
-            matcher.reset()
+    info = compiled.tokenizer_info
+    lengths = np.fromiter(map(len, info.decoded_vocab), np.int64, info.vocab_size)
+    mask, draw = xgrammar.allocate_token_bitmask(1, info.vocab_size), random.Random(0)
+    for tokens, repeats in ((WALKED, False), (REPEATED, True)):
+        matcher, token = xgrammar.GrammarMatcher(compiled), -1
+        for _ in range(tokens):
+            masked = matcher.fill_next_token_bitmask(mask)
+            bits = (
+                np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[: info.vocab_size]
+                if masked
+                else np.ones_like(lengths, np.uint8)
+            )
+            bits[list(matcher.stop_token_ids)] = 0  # what may end goes on, and gets harder
+            allowed = np.flatnonzero(bits)
+            if len(allowed) and not (repeats and token >= 0 and bits[token]):
+                token = int(allowed[lengths[allowed].argmax()] if repeats else draw.choice(allowed))
+            if not len(allowed) or not matcher.accept_token(token):
+                matcher.reset()
 
 
 def _serve(questions: BinaryIO, answers: BinaryIO, compiler: Any, seconds: float) -> None:
