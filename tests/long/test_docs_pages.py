@@ -30,7 +30,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     with pytest.MonkeyPatch.context() as patch:  # also for the commands of pages
         patch.setenv("PYTHONPATH", str(install_example(tmp_path_factory.mktemp("site"))))
         patch.setenv("MIDSTREAM_EXTENSIONS", "row-geometry")
-        up = Up(data, engine=None, model_name=None, worker_id=WORKER, hooks="all,inside", metrics_port=three_ports(), **folders)
+        options = {"hooks": "all,inside", "tool_parser": "hermes", "metrics_port": three_ports(), **folders}
+        up = Up(data, engine=None, model_name=None, worker_id=WORKER, **options)
         try:
             up.ready(ENGINE_START_S)
             yield up
