@@ -4,6 +4,7 @@ import ast
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +29,8 @@ def tracked() -> list[Path]:
     return [Path(line) for line in listing.stdout.splitlines() if (ROOT / line).is_file()]
 
 
-def imports_of(path: Path) -> Iterator[Import]:
+@cache
+def imports_of(path: Path) -> tuple[Import, ...]:
     """Every import in the file at `path`, relative ones made absolute."""
     relative = path.relative_to(ROOT)
     package = ["midstream", *relative.parent.parts]
@@ -50,7 +52,7 @@ def imports_of(path: Path) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child, inside, hidden)
 
-    yield from walk(ast.parse(path.read_text(), str(path)), lazy=False, typing=False)
+    return tuple(walk(ast.parse(path.read_text(), str(path)), lazy=False, typing=False))
 
 
 def sources(*folders: str) -> list[Path]:

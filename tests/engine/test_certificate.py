@@ -159,6 +159,7 @@ def test_few_steering_rows_and_blocks_are_enough(start: Callable[..., Host]) -> 
     assert made.absent == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"])
 def test_ranks_are_proven_together(way: dict[str, int], qwen3: Path, two_ranks: None, tmp_path: Path) -> None:
     host = Host(tmp_path, qwen3, **(SMALL | way))

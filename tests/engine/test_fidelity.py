@@ -62,7 +62,7 @@ def captured(checkpoints, nurseries, tmp_path_factory: pytest.TempPathFactory) -
 
 
 # field case 2, field case 3
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_every_hook_of_every_architecture_gives_transformers_rows_plain_and_edited(name: str, dtype: str, captured, checkpoints) -> None:
     way = Way("v1", "eager", dtype)
@@ -82,6 +82,7 @@ def test_compiled_and_v2_captures_match_transformers(name: str, way: Way, captur
 
 
 # field case 5
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "way"), STEERED, ids=[f"{name} {way.name}" for name, way in STEERED])
 def test_every_family_at_every_hook_gives_transformers_rows_in_every_way_to_run(
     name: str, way: Way, checkpoints, nurseries, tmp_path

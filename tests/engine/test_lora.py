@@ -216,6 +216,7 @@ def test_a_rank_that_computes_with_another_adapter_ends_the_engine(nursery: Nurs
         engine.host.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.matrix) for name in SERVED])
 def test_every_kind_of_layer_is_adapted_as_transformers_would(nursery: Nursery, tmp_path: Path, name: str) -> None:
     """Fused pairs, a hook on a layer that an adapter replaces (OPT), layers packed on disk (Phi-3), other names in vLLM (GPT-NeoX)."""

@@ -22,6 +22,8 @@ from midstream.schemas.selectors import HOOKS, STREAM_HOOKS, Span, resolve_posit
 from midstream.schemas.specs import SteeringSpec, StoredCapture
 from midstream.schemas.tensors import Tensor, from_numpy, to_numpy
 
+pytestmark = pytest.mark.long
+
 REQUESTS = 1000
 VECTORS = 6
 ALL = {hook: list(range(LAYERS)) for hook in HOOKS}
@@ -103,7 +105,6 @@ def edits_of(specs: list[SteeringSpec], prompt: int, total: int) -> list[Edit]:
     return edits
 
 
-@pytest.mark.long
 def test_every_row_of_a_thousand_mixed_requests_equals_that_of_a_solo_run(crowded: Host, reference: Reference) -> None:
     rng = np.random.default_rng(20)  # field cases 1, 6, 24
     vectors = [from_numpy(rng.normal(size=HIDDEN)) for _ in range(VECTORS)]

@@ -37,7 +37,7 @@ def rows_of(host: Host, job: Job) -> np.ndarray:
     return np.stack([host.capture(job).array(layer) for layer in ALL])
 
 
-@pytest.mark.parametrize("dtype", LARGE)
+@pytest.mark.parametrize("dtype", [dtype if dtype == "float32" else pytest.param(dtype, marks=pytest.mark.long) for dtype in LARGE])
 def test_attacks_change_no_bit_of_their_neighbours(nursery: Nursery, llama: Path, tmp_path: Path, dtype: str) -> None:
     """Every attack, in the same schedule as with finite numbers; the long form of this is in `tests/long`."""
     host = nursery.host(tmp_path / dtype, llama, **options(dtype))

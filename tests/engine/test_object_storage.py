@@ -16,6 +16,8 @@ from midstream.schemas.source_runs import RunRow, row_name, run_key
 from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.storage.store import open_store
 
+pytestmark = pytest.mark.long
+
 HOOKS = {"pre_attn": [0, 1], "post_block": [0, 1]}
 
 

@@ -16,6 +16,8 @@ from midstream.schemas.base import from_json
 from midstream.schemas.jobs import JobResult, JobView, State
 from midstream.schemas.steering import Dynamic, GlobalView
 
+pytestmark = pytest.mark.long
+
 SHORT, LONG = prompt_of(9), prompt_of(300, seed=1)  # less than a block of the KV cache, and more than two
 
 

@@ -13,6 +13,8 @@ from midstream.schemas.models import TokenizerBundle
 from midstream.schemas.selectors import Span
 from midstream.workers.demo_model import fetch_demo_model
 
+pytestmark = pytest.mark.long
+
 WORDS = [
     "The", " Eiffel", " Tower", " is", " in", " Paris", ".", "\n", "  ", " 2026", " naïve", " 東京", "都", " 🙂", "👩\u200d🚀", " e\u0301",
     "ß", "<|im_end|>", " Grüße", "\t", " مرحبا", "def f(x):\n    return x", " don't", " l'été", "…",

@@ -27,6 +27,8 @@ POINTS = {
     "relay.received": "relay",
     "relay.committed": "relay",
 }
+#: Those of them that are tried every time; the others are long tests.
+FEW = ("harvest.part", "receipt.sent", "relay.committed")
 #: Those where files matter.
 OF_BUCKETS = [name for name in POINTS if name.startswith(("harvest.", "receipt."))]
 
@@ -78,7 +80,7 @@ def check_kill(stack: Stack, whole: Harvest, point: str, bucket: bool) -> None:
     assert died.exists()
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", [point if point in FEW else pytest.param(point, marks=pytest.mark.long) for point in POINTS])
 def test_a_harvest_survives_a_kill_at(stack: Stack, whole: Harvest, point: str) -> None:
     check_kill(stack, whole, point, bucket=False)
 
@@ -116,6 +118,7 @@ def test_a_harvest_waits_for_a_bucket_that_is_away_and_goes_on(stack: Stack, who
         check_equal(checked(view.uri), whole)
 
 
+@pytest.mark.long
 def test_a_harvest_survives_a_restart_of_redis(stack: Stack, whole: Harvest) -> None:
     with Client(stack.url) as client:
         view = submitted(stack, client)

@@ -206,6 +206,7 @@ def test_a_store_that_is_away_for_seconds_costs_time_alone(stack: Apart, client:
     check(client.capture(job))
 
 
+@pytest.mark.long
 def test_captures_wait_for_a_store_that_refuses_until_it_is_back(stack: Apart, client: Client, proxy: FaultProxy) -> None:
     body = {"model": "fake-model", "prompts": ["one"], "capture": {"layers": [1], "tag": "away"}}
     proxy.keys = {s3_kit.ACCESS_KEY: "rotated"}
@@ -228,6 +229,7 @@ def test_captures_wait_for_a_store_that_refuses_until_it_is_back(stack: Apart, c
         check(client.capture(job))
 
 
+@pytest.mark.long
 def test_an_outage_longer_than_all_retries_costs_no_job(stack: Apart, client: Client, proxy: FaultProxy) -> None:
     """Longer than requests are repeated, for jobs that run when it begins and for jobs that come after it was noticed."""
     first = [stack.submit(["x" * 40], max_tokens=16, capture=capture("long")) for _ in range(6)]
@@ -248,6 +250,7 @@ def test_an_outage_longer_than_all_retries_costs_no_job(stack: Apart, client: Cl
         check(client.capture(job))
 
 
+@pytest.mark.long
 def test_a_request_that_is_never_answered_costs_no_job(stack: Apart, client: Client, proxy: FaultProxy) -> None:
     """Neither its own nor those that are behind it in the worker's one writer."""
     busy = proxy.fault("503", "PUT .*/silent/", times=7)  # repeated for seconds; the last try is the one without an answer

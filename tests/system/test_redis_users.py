@@ -92,6 +92,7 @@ def test_jobs_of_a_killed_worker_are_rerun(machines: Machines, http: httpx.Clien
     assert (view["state"], view["attempt"]) == ("succeeded", 2)
 
 
+@pytest.mark.long
 def test_flower_shows_ends_it_missed_or_whose_worker_died(machines: Machines, http: httpx.Client) -> None:
     machines.end("relay")
     killed = submit(http, 2, capture=CAPTURE)

@@ -30,7 +30,7 @@ SEED = 1
 #: Only ends what hangs, in seconds.
 LONGEST = 400
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,6 @@ def test_generated_requests_get_documented_responses(stack: Stack, tmp_path: Pat
     assert all_of_them in said
 
 
-@pytest.mark.long
 def test_linked_requests_get_documented_responses(stack: Stack, tmp_path: Path) -> None:
     stack.do(lambda ledger: ledger.redis.delete("ms:tenants"))  # the other test may have set any limits
     document = runnable(httpx.get(f"{stack.url}/schema/openapi.json", timeout=60).json(), stack.settings.served_model)

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"),
+]
 
 
 def ran(code: str) -> str:

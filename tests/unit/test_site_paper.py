@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from tree import ROOT
 
+pytestmark = pytest.mark.long
+
 #: Bytes of a thread that are spilled at most, by the dtype's bytes.
 SPILLED = {2: 96, 4: 16}  # 88 before features of autoencoders that normalise rows
 REGISTERS = {2: 64, 4: 96}

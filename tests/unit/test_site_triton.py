@@ -51,6 +51,7 @@ def faults() -> dict[str, str | None]:
     return tried(CERTAIN)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sentence", CERTAIN)
 def test_the_interpreted_kernels_have_the_property(sentence: str, faults: dict[str, str | None]) -> None:
     assert faults[sentence] is None, faults[sentence]
