@@ -1,6 +1,7 @@
 """The process that tries constraints before the engine gets them: what it refuses depends on size, or would never end on any machine."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ MANY = {"type": "object", "properties": {f"p{number}": {"type": "string"} for nu
 TOOLS = {"type": "array", "items": {"anyOf": [{"type": "object", "properties": {f"a{n}": {"type": "string"}}} for n in range(128)]}}
 
 
-def outcomes(*forms: dict[str, Any], seconds: float = 2.0) -> list[str]:
+def outcomes(*forms: dict[str, Any], seconds: float = 2.0, model: str = "", memory: int = format_check.MEMORY) -> list[str]:
     """For each constraint, asked of the same process, why it is refused, or an empty text."""
 
     async def ask() -> list[str]:
-        checker = format_check.FormatChecker(str(fetch_demo_model()), 49152, seconds)
+        checker = format_check.FormatChecker(model or str(fetch_demo_model()), 49152, seconds, memory=memory)
         await checker.begin()
         found = []
         try:
@@ -69,3 +70,13 @@ def test_ordinary_constraints_pass() -> None:
         "broken: vLLM says why": {"regex": "[("},
     }
     assert dict(zip(forms, outcomes(*forms.values(), seconds=60.0), strict=True)) == dict.fromkeys(forms, "")
+
+
+def test_a_constraint_that_needs_more_memory_than_there_is_is_refused() -> None:
+    (refused,) = outcomes({"json": TOOLS}, seconds=60.0, memory=1 << 20)  # less than the process has already
+    assert "or 0.000976562 GiB" in refused
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_request(tmp_path: Path) -> None:
+    (failed,) = outcomes({"regex": "a"}, model=str(tmp_path))  # no tokenizer there
+    assert failed.startswith("the process that checks constraints ended with 1")

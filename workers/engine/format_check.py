@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import random
 import resource
 import signal
@@ -31,6 +32,8 @@ RULES = {"json": 2000, "structural_tag": 2000, "regex": 128, "choice": 128, "gra
 WALKED, REPEATED = 64, 512
 #: Bytes of data that the process may have: its imports take half a GiB.
 MEMORY = 4 << 30
+#: Exit status of the process when a constraint needs more.
+OUT_OF_MEMORY = 75
 #: Seconds for the process to start and to answer, on a machine with other things to do.
 PATIENCE_S = 180.0
 #: Constraints that were compiled once and are not checked again.
@@ -41,11 +44,12 @@ _SMALLER = "a smaller schema, grammar, expression or list of tools"
 class FormatChecker:
     """Checks constraints for one model's tokenizer, one at a time. The process starts with the first, or with `begin`."""
 
-    def __init__(self, model: str, vocab_size: int, seconds: float, trust_remote_code: bool = False):
-        """`model`: the tokenizer's folder or hub name. `seconds`: of processor time, for one constraint."""
-        self._seconds = seconds
-        self._arguments = [model, str(vocab_size), str(seconds), str(int(trust_remote_code))]
+    def __init__(self, model: str, vocab_size: int, seconds: float, trust_remote_code: bool = False, memory: int = MEMORY):
+        """`model`: the tokenizer's folder or hub name. `seconds`: of processor time, for one constraint; `memory`: bytes of all data."""
+        self._most = f"{seconds:g} s (format_compile_s) of processor time or {memory / (1 << 30):g} GiB"
+        self._arguments = [model, str(vocab_size), str(seconds), str(int(trust_remote_code)), str(memory)]
         self._process: asyncio.subprocess.Process | None = None
+        self._ready = False  # whether the process has said that it is
         self._passed: OrderedDict[str, None] = OrderedDict()
         self._one = asyncio.Lock()
 
@@ -78,17 +82,18 @@ class FormatChecker:
         assert process.stdout is not None
         try:
             async with asyncio.timeout(PATIENCE_S):
+                self._ready = self._ready or await process.stdout.readline() != b""
+                if not self._ready:
+                    raise EOFError
                 process.stdin.write(raw + b"\n")
                 await process.stdin.drain()
                 answer = await process.stdout.readline()
                 if not answer:
                     raise EOFError
         except (EOFError, OSError) as error:
-            ended = await self._end()
-            if ended in (-signal.SIGPROF, -signal.SIGKILL, -signal.SIGABRT, -signal.SIGSEGV) or ended == 1:
-                most = f"{self._seconds:g} s (format_compile_s) of processor time or {MEMORY >> 30} GiB"
-                detail = f"takes more than {most} to compile and to match"
-                raise invalid("structured_outputs", detail, allowed=_SMALLER) from None
+            ready, ended = self._ready, await self._end()
+            if ready and ended in (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGKILL, -signal.SIGABRT, -signal.SIGSEGV):
+                raise invalid("structured_outputs", f"takes more than {self._most} to compile and to match", allowed=_SMALLER) from None
             raise MidstreamError("internal", f"the process that checks constraints ended with {ended}") from error
         except BaseException:  # cancelled, or out of time, before the answer was complete
             await self._end()
@@ -99,6 +104,7 @@ class FormatChecker:
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
             pipe = asyncio.subprocess.PIPE
+            self._ready = False
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", __name__, *self._arguments, stdin=pipe, stdout=pipe, limit=1 << 20
             )
@@ -185,14 +191,18 @@ def _walk(compiled: Any) -> None:
 
 def _serve(questions: BinaryIO, answers: BinaryIO, compiler: Any, seconds: float) -> None:
     """Until the other side closes. Too much processor time (SIGPROF) or memory for one constraint ends the process."""
+    answers.write(b"ready\n")
+    answers.flush()
     while line := questions.readline():
         refused = ""
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             refused = refusal(msgspec.json.decode(line), compiler)
         except MemoryError:
-            raise
+            os._exit(OUT_OF_MEMORY)
         except (RuntimeError, ValueError) as error:  # xgrammar's: vLLM compiles it again and says what is wrong
+            if "bad_alloc" in str(error):
+                os._exit(OUT_OF_MEMORY)
             logger.debug("a constraint does not compile: %s", error)
         signal.setitimer(signal.ITIMER_PROF, 0)
         compiler.clear_cache()
@@ -205,10 +215,10 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the worker; this process ends when the worker closes the pipe
-    model, vocab_size, seconds, trust = sys.argv[1:]
+    model, vocab_size, seconds, trust, memory = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=bool(int(trust)))
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=int(vocab_size))
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
     with contextlib.suppress(BrokenPipeError):
         _serve(sys.stdin.buffer, sys.stdout.buffer, xgrammar.GrammarCompiler(info, max_threads=1), float(seconds))
 
