@@ -7,7 +7,7 @@ reconcile. A worker that is late or cut off starts no jobs until it has the chan
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import anyio
 
@@ -35,8 +35,17 @@ async def change(
     _, desired = await steering.standing(model.name, [])
     if content_digest(list(entries)) != desired.digest:
         desired = await _two_phases(steering, settings, model, entries, blobs)
-    await _until(lambda accounts: is_applied(accounts, desired), steering, model.name, settings.steering_wait_s)
+    await _applied(desired, steering, model.name, settings.steering_wait_s)
     return desired
+
+
+async def _applied(desired: GlobalSteering, steering: Steering, model: str, seconds: float) -> None:
+    """Waits until every worker has it, until another change has taken its place, or for `seconds`."""
+
+    async def has_passed(accounts: list[Account]) -> bool:
+        return is_applied(accounts, desired) or (await steering.standing(model, []))[1].version != desired.version
+
+    await _until(has_passed, steering, model, seconds)
 
 
 def is_applied(accounts: Sequence[Account], desired: GlobalSteering) -> bool:
@@ -52,13 +61,12 @@ async def _two_phases(
     steering: Steering, settings: Settings, model: ModelInfo, entries: Sequence[SteeringTemplate], blobs: Mapping[str, bytes]
 ) -> GlobalSteering:
     proposal = await _propose(steering, settings, model.name, entries, blobs)
+
+    async def are_decided(accounts: list[Account]) -> bool:
+        return all(map(_answered(proposal), accounts)) or any(map(_refused(proposal), accounts))
+
     try:
-        accounts = await _until(
-            lambda accounts: all(map(_answered(proposal), accounts)) or any(map(_refused(proposal), accounts)),
-            steering,
-            model.name,
-            proposal.deadline - now(),
-        )
+        accounts = await _until(are_decided, steering, model.name, proposal.deadline - now())
         _check_prepared(accounts, proposal, settings.steering_wait_s)
         return await steering.commit(model.name, proposal.id)
     except BaseException:
@@ -88,12 +96,12 @@ async def _propose(
         await asyncio.sleep(LOOK_S)
 
 
-async def _until(done: Callable[[list[Account]], bool], steering: Steering, model: str, seconds: float) -> list[Account]:
+async def _until(done: Callable[[list[Account]], Awaitable[bool]], steering: Steering, model: str, seconds: float) -> list[Account]:
     """The live workers' accounts once `done` holds of them, or after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         accounts = await steering.accounts(model)
-        if done(accounts) or time.monotonic() > deadline:
+        if await done(accounts) or time.monotonic() > deadline:
             return accounts
         await asyncio.sleep(LOOK_S)
 
