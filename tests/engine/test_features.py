@@ -206,6 +206,7 @@ def test_features_of_a_cached_prompt_are_the_same(cached: Host, dictionaries: di
     np.testing.assert_allclose(second.activations[0], first.activations[0], **TOLERANCE)
 
 
+@pytest.mark.long
 def test_features_of_preempted_requests_are_those_of_each_alone(cached: Host, dictionaries: dict[str, Dictionary]) -> None:
     """Seven blocks for six requests of up to three blocks each: they must take turns."""
     sae = dictionaries["standard"].on(cached)

@@ -20,6 +20,8 @@ DOCUMENTS = [
 ]
 LAYERS = [3, 15, 28]
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
@@ -73,7 +75,6 @@ def test_rows_of_a_harvest_are_those_of_captures(client: Client, whole: Harvest)
     assert set(whole.keys(slice(None)).documents.tolist()) == set(range(len(DOCUMENTS)))
 
 
-@pytest.mark.long
 def test_a_killed_worker_costs_no_row_and_doubles_none(service: Stack, client: Client, whole: Harvest) -> None:
     view = client.submit_harvest(model="demo", source={"lines": DOCUMENTS}, layers=LAYERS, shards={"mib": 1})
     while client.harvest(view).units_done < 1:
@@ -88,7 +89,6 @@ def test_a_killed_worker_costs_no_row_and_doubles_none(service: Stack, client: C
     assert {path.name for path in Path(done.uri).iterdir()} == {"manifest.json", "plan.msgpack", "parts", "shards"}
 
 
-@pytest.mark.long
 def test_scaled_rows_of_the_real_model_are_close(client: Client, whole: Harvest) -> None:
     """To half a step of the dtype, measured by the row's largest value, and what the batch may change."""
     for dtype, step in (("int8", 1 / 254), ("float8_e4m3fn", 2**-4)):

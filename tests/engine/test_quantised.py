@@ -30,6 +30,7 @@ from midstream.workers.runner.quantisation import UnsupportedQuantisationError
 
 #: Format → the dtype in which `make test` runs it: one of each kind of kernel.
 SHORTLY = {"int8 per token": "float32", "fp8 static": "bfloat16", "fp8 per token": "float32", "awq": "float16", "gptq": "bfloat16"}
+FEW = ("int8 per token", "fp8 static", "awq")  # of them tried every time; the others are long tests
 LONG = [
     *(("llama", form, Way("v1", "eager", dtype)) for form, each in FORMATS.items() for dtype in each.dtypes if SHORTLY.get(form) != dtype),
     ("gemma3", "int8 static", Way("v1", "eager", "float32")),
@@ -53,7 +54,7 @@ def compare(name: str, form: str, way: Way, made: Maker, nurseries, folder: Path
     assert found.worst <= tolerance(SHORT[way.dtype]), str(found)
 
 
-@pytest.mark.parametrize("form", SHORTLY)
+@pytest.mark.parametrize("form", [form if form in FEW else pytest.param(form, marks=pytest.mark.long) for form in SHORTLY])
 def test_every_hook_gives_the_rows_of_the_dequantised_checkpoint(form: str, made: Maker, nurseries, tmp_path) -> None:
     """Plain, and with an addition and a replacement at each hook; replaced rows bit for bit."""
     compare("llama", form, Way("v1", "eager", SHORTLY[form]), made, nurseries, tmp_path)

@@ -47,7 +47,7 @@ def streams(model: Path, dtype: torch.dtype) -> list[np.ndarray]:
     return [np.stack([stream for _, stream in sorted(reference.post_block(prompt).items())]) for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def host(request: pytest.FixtureRequest, model: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     host = nursery.host(tmp_path_factory.mktemp(request.param) / "engine", model, dtype=request.param)
     yield host

@@ -24,6 +24,7 @@ def outputs(notebook: Any, source: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 def test_the_notebook_runs_and_its_results_are_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     up = Up(tmp_path / "data")
     try:
