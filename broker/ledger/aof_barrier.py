@@ -73,6 +73,8 @@ class Barrier:
         written before this answer left. If syncs follow each other without a pause and something is always held back, the size of
         the log is the criterion.
         """
+        if persistence.get("loading"):  # a restarted Redis: its log counts as off meanwhile
+            return False
         if not persistence.get("aof_enabled") or not persistence["aof_buffer_length"]:
             return True
         if not persistence["aof_pending_bio_fsync"] and persistence["aof_last_write_status"] == "ok":

@@ -22,8 +22,10 @@ log = logging.getLogger(__name__)
 
 EXIT_BAD_SETTINGS = 2
 TIMEOUT_S = 5.0
-#: Seconds between two checks of a Redis that was unreachable at the start.
+#: Seconds between two checks of a Redis that was unreachable, or loaded its log, at the start.
 ASK_AGAIN_S = 1.0
+#: Seconds between two lines about the progress of loading; and after which a load without progress is an error.
+PROGRESS_S, STALLED_S = 10.0, 60.0
 
 
 def dangers(info: dict[str, Any]) -> list[str]:
@@ -39,26 +41,54 @@ def dangers(info: dict[str, Any]) -> list[str]:
 def require(settings: Settings, end: Callable[[int], object] = os._exit) -> None:
     """Raise SettingsError for a Redis that may forget jobs, unless `redis_allow_lossy` is set.
 
-    A thread checks an unreachable Redis until it answers, and ends the process if that Redis may forget jobs.
+    A thread checks a Redis that is unreachable, or that loads its log, until it is ready, and ends the process if that Redis may forget
+    jobs, or makes no progress in loading.
     """
     if urlsplit(settings.redis_url).scheme in SENTINEL_SCHEMES and not (settings.redis_replicas or settings.redis_allow_lossy):
         raise SettingsError(
             "redis_replicas is 0, and redis_url names sentinels: a failover would lose jobs that no replica had yet; set it to 1 or more, "
             "or set MIDSTREAM_REDIS_ALLOW_LOSSY=true to allow this"
         )
-    if not _decide(settings):
-        threading.Thread(target=_ask_later, args=(settings, end), name="redis durability", daemon=True).start()
+    load = Load()
+    if not _decide(settings, load):
+        threading.Thread(target=_ask_later, args=(settings, load, end), name="redis durability", daemon=True).start()
 
 
-def _decide(settings: Settings) -> bool:
-    """Whether Redis has answered. Raises SettingsError."""
+class Load:
+    """The progress of a Redis that loads its log."""
+
+    def __init__(self) -> None:
+        self._loaded = -1
+        self._deadline = self._log_at = 0.0
+
+    def watch(self, info: dict[str, Any]) -> bool:
+        """Whether INFO says that Redis loads; logs its progress. Raises SettingsError if there was none for `STALLED_S`."""
+        if not info.get("loading"):
+            return False
+        loaded, at = info.get("loading_loaded_bytes", 0), time.monotonic()
+        if loaded != self._loaded:
+            self._loaded, self._deadline = loaded, at + STALLED_S
+        elif at > self._deadline:
+            raise SettingsError(f"redis_url: Redis loads its log, and has made no progress for {STALLED_S:.0f} s, at byte {loaded}")
+        if at >= self._log_at:
+            self._log_at = at + PROGRESS_S
+            percent, left = info.get("loading_loaded_perc", 0), info.get("loading_eta_seconds", 0)
+            log.warning("waiting for Redis, which loads its log: %s %%, about %s s left", percent, left)
+        return True
+
+
+def _decide(settings: Settings, load: Load) -> bool:
+    """Whether Redis has answered and has loaded its log. Raises SettingsError."""
     try:
         with redis_open.client(settings.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=None) as client:
-            found = dangers(client.info())
+            info = client.info()
     except redis.RedisError as error:
         if is_absence(error):
             return False
         raise SettingsError(f"redis_url: Redis does not answer INFO: {error}") from error
+    if load.watch(info):
+        return False  # the append-only file counts as off while it is loaded
+    found = dangers(info)
     if found and not settings.redis_allow_lossy:
         raise SettingsError(
             f"redis_url: this Redis may lose accepted jobs: {'; '.join(found)}; set MIDSTREAM_REDIS_ALLOW_LOSSY=true to allow this"
@@ -68,9 +98,9 @@ def _decide(settings: Settings) -> bool:
     return True
 
 
-def _ask_later(settings: Settings, end: Callable[[int], object]) -> None:
+def _ask_later(settings: Settings, load: Load, end: Callable[[int], object]) -> None:
     try:
-        while not _decide(settings):
+        while not _decide(settings, load):
             time.sleep(ASK_AGAIN_S)
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -155,6 +155,9 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
 
 
 def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Finding]:
+    if int(info.get("loading", 0)):  # the AOF counts as off meanwhile
+        yield Finding("warn", "redis AOF", f"is being loaded: {info.get('loading_loaded_perc', 0)} %", "wait until it is loaded")
+        return
     if not int(info["aof_enabled"]):
         advice = "`CONFIG SET appendonly yes`, and the same in its configuration"
         yield Finding("fail", "redis AOF", "off: jobs accepted since the last snapshot are lost on restart", advice)

@@ -10,6 +10,7 @@ Processes: `redis`, `relay`, `callbacks`, `worker` (also `worker-2`, … when as
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import pytest
+import redis
 from ledger_kit import submit_unsent
 from ports import free_port
 
@@ -42,6 +45,8 @@ MODULES = {
 #: These only end what hangs: a machine with other things to do takes its time over a start.
 START_TIMEOUT_S, STOP_TIMEOUT_S, WAIT_TIMEOUT_S = 120.0, 180.0, 180.0
 POLL_S = 0.02
+#: What the shortest sleep takes, in microseconds.
+SLEEP_US = 60
 
 
 class Stack:
@@ -183,6 +188,28 @@ class Stack:
 
     def _start_redis(self) -> None:
         self._redis = redis_server.start(self.directory / "redis", port=self._redis_port)
+
+    def load_redis(self, seconds: float) -> None:
+        """Start a killed Redis that takes about `seconds` to load its log, and wait until it has."""
+        files = [path for path in (self.directory / "redis").rglob("appendonly*") if path.is_file()]
+        commands = sum(path.read_bytes().count(b"\r\n*") for path in files)
+        pause = int(seconds * 1e6 / max(1, commands))
+        delay = pause - SLEEP_US if pause > SLEEP_US else -(SLEEP_US // max(1, pause))  # below zero: one command in so many
+        spawn = redis_server._spawn
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(redis_server, "_spawn", lambda *given: spawn(*given[:4], given[4] | {"key-load-delay": str(delay)}, *given[5:]))
+            self._start_redis()
+
+    def await_loading(self) -> None:
+        """Until Redis answers that it loads its log."""
+        deadline = time.monotonic() + self.start_timeout_s
+        with redis.Redis.from_url(self.settings.redis_url, retry=None) as client:
+            while time.monotonic() < deadline:
+                with contextlib.suppress(redis.ConnectionError):
+                    if client.info("persistence")["loading"]:
+                        return
+                time.sleep(POLL_S)
+        raise AssertionError("Redis did not load its log")
 
     def spawn(self, name: str, *, suffix: bool = True, **changed: Any) -> None:
         """Start a process with some settings changed; `worker-2` gets its own worker id unless `suffix` is false."""

@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 import redis
 from ports import free_port
-from stack import MODULES
+from stack import MODULES, Stack
 
 from midstream.broker.ops import redis_durability, redis_server
-from midstream.schemas.settings import Settings, to_environment
+from midstream.schemas.settings import Settings, SettingsError, to_environment
+
+
+#: Commands in a log that is loaded slowly, and how long that takes: longer than the processes need for their start.
+LOADED_COMMANDS, LOAD_S = 20_000, 12.0
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +73,33 @@ def test_an_unreachable_redis_is_checked_later(tmp_path: Path, monkeypatch: pyte
 
 def test_a_durable_redis_is_accepted(redis_url: str) -> None:
     redis_durability.require(Settings(redis_url=redis_url))
+
+
+def test_a_load_without_progress_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = redis_durability.Load()
+    assert load.watch({"loading": 1, "loading_loaded_bytes": 5})
+    monkeypatch.setattr(redis_durability, "STALLED_S", -1.0)
+    assert load.watch({"loading": 1, "loading_loaded_bytes": 6}), "it has made progress"
+    with pytest.raises(SettingsError, match="no progress"):
+        load.watch({"loading": 1, "loading_loaded_bytes": 6})
+    assert not load.watch({"loading": 0})
+
+
+def test_processes_that_start_while_redis_loads_its_log_wait_for_it(tmp_path: Path) -> None:
+    with Stack(tmp_path, api=True) as stack:
+        with redis.Redis.from_url(stack.settings.redis_url) as client, client.pipeline(transaction=False) as pipe:
+            for number in range(LOADED_COMMANDS):
+                pipe.set("ms:test-load", number)
+            pipe.execute()
+        for name in [*stack.names, "redis"]:
+            stack.kill(name)
+        loading = threading.Thread(target=stack.load_redis, args=(LOAD_S,))
+        loading.start()
+        stack.await_loading()
+        for name in stack.names:
+            stack.spawn(name)
+        loading.join()
+        assert [name for name in stack.names if stack.processes[name].poll() is not None] == []
+        for name in stack.names:
+            stack.wait_ready(name)
+        assert stack.wait(stack.submit(["after the load"])).state == "succeeded"

@@ -17,6 +17,10 @@ def test_without_an_aof_the_barrier_returns() -> None:
     assert Barrier().passed({"aof_enabled": 0})
 
 
+def test_a_redis_that_loads_its_log_has_not_written() -> None:
+    assert not Barrier().passed({"aof_enabled": 0, "loading": 1})
+
+
 def test_unsynced_writes_are_synced_before_the_answer() -> None:
     assert Barrier().passed(told(500, 20, syncing=False))
     assert not Barrier().passed(told(500, 20, syncing=False, status="err"))
