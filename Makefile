@@ -66,12 +66,13 @@ test: $(READY) ## lint, then unit, system, browser (a few) and engine tests; a f
 	if [ -n "$$failed" ]; then echo "== FAILED:$$failed (after $$took s)"; exit 1; fi; \
 	echo "== all passed in $$took s"
 
-lint: $(READY) ## run ruff and mypy
+lint: $(READY) ## run ruff and mypy, compile the Lua scripts, look for secrets
 	@echo "== lint"
 	@failed=0; \
 	$(BIN)/ruff check . || failed=1; \
 	$(BIN)/ruff format --check . || failed=1; \
 	$(BIN)/python tests/check_lua.py || failed=1; \
+	$(BIN)/python tests/check_secrets.py || failed=1; \
 	$(MAKE) types || failed=1; \
 	exit $$failed
 

@@ -1,8 +1,17 @@
 #!/usr/bin/env bash
-# Creates the secrets of compose.yaml, each once: existing files are kept. usage: compose/secrets.sh [FOLDER]
-# The folder is closed to other users; the files in it are not, because in the containers users other than their owner read them.
+# Creates the secrets of compose.yaml, each once: existing files are kept, unless others may know them. usage: compose/secrets.sh [FOLDER]
+# For new ones, delete the folder and run this again. The folder is closed to other users; the files in it are not, because in the containers users other than their owner read them.
 set -euo pipefail
 folder=${1:-$(cd "$(dirname "$0")" && pwd)/secrets}
+refuse() { # REASON
+    echo "error: $folder $1. Its secrets are to be replaced: delete the folder, run this again, and restart what used them" >&2
+    exit 1
+}
+if [ -d "$folder" ] && [ -n "$(ls -A "$folder")" ]; then
+    tracked=$(git -c safe.directory='*' -C "$folder" ls-files . 2>/dev/null || true)
+    if [ -n "$tracked" ]; then refuse "is in git: remove it there as well, with git rm -r --cached"; fi
+    if [ -n "$(find "$folder" -maxdepth 0 -perm /001)" ]; then refuse "was open to every account of this machine (valid: mode 700)"; fi
+fi
 mkdir -p "$folder"
 chmod 700 "$folder"
 

@@ -15,6 +15,7 @@ import msgspec
 from .base import Record, to_json
 from .dtypes import DType
 from .limits import MAX_IMAGE
+from .secret_files import is_burnt, is_exposed
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -33,6 +34,9 @@ ENGINE_OPTIONS_BYTES = 64 << 10
 _STORE = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_./-]*)?")
 _ENDPOINT = re.compile(r"https?://[^/?#@\s]+")
 
+
+#: Settings that are secrets. What comes from a file is accepted only from one that other accounts cannot read.
+SECRETS = ("redis_password", "redis_sentinel_password", "flower_auth", "artifact_secret_key", "admin_key", "api_key")
 
 #: Of a `redis_url` that names sentinels, without and with TLS: see `broker.ops.redis_open`.
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
@@ -261,6 +265,9 @@ def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Se
     if file:
         try:
             values.update(_checked(_with_engine_table(tomllib.loads(Path(file).read_text())), known, f"file {file}"))
+            secrets = [name for name in values if name in SECRETS or (name == "redis_url" and "@" in values[name])]
+            if secrets:
+                refuse_exposed(f"{FILE_VARIABLE}={file}", file, f"contains {', '.join(secrets)}, and ")
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise SettingsError(f"{FILE_VARIABLE}={file}: {error}") from error
     from_env = {name[len(PREFIX) :].lower(): text for name, text in env.items() if name.startswith(PREFIX) and name != FILE_VARIABLE}
@@ -269,9 +276,18 @@ def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Se
         # Options of the engine are merged one by one, as settings are.
         options = {**values.get("engine_options", {}), **more.get("engine_options", {})}
         values |= more | ({"engine_options": options} if options else {})
+    for name in SECRETS:
+        if is_burnt(str(values.get(name, ""))):
+            raise SettingsError(f"{name}: this value was published in Midstream's repository, so everyone knows it: create another one")
     if len(to_json(values.get("engine_options", {}))) > ENGINE_OPTIONS_BYTES:
         raise SettingsError(f"engine_options: longer than {ENGINE_OPTIONS_BYTES >> 10} KiB as JSON")
     return _with_tls(_with_sentinel_password(_with_password(_with_store(Settings(**values)))))
+
+
+def refuse_exposed(label: str, path: str, reason: str = "") -> None:
+    """Raise SettingsError if every account of this machine can read the secret in a file."""
+    if is_exposed(Path(path)):
+        raise SettingsError(f"{label}: {reason}every account of this machine can read it: run chmod o-r on it, and replace the secret")
 
 
 def _with_store(settings: Settings) -> Settings:
@@ -323,6 +339,8 @@ def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, st
             raise SettingsError(f"{PREFIX}{setting.upper()} and {PREFIX}{name.upper()} are both set: use one")
         try:
             values[setting] = Path(path).read_text().strip()
+            if setting in SECRETS:
+                refuse_exposed(f"{PREFIX}{name.upper()}={path}", path)
         except OSError as error:
             raise SettingsError(f"{PREFIX}{name.upper()}={path}: {error.strerror}") from error
         del values[name]

@@ -18,7 +18,7 @@ import zmq
 from zmq.utils import z85
 
 from ...schemas.errors import MidstreamError, invalid
-from ...schemas.settings import Settings, SettingsError
+from ...schemas.settings import Settings, SettingsError, refuse_exposed
 from ..ops.private_files import private_folder
 
 if TYPE_CHECKING:
@@ -205,14 +205,12 @@ def _kept_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
 
 def secret_key(path: str) -> tuple[str, str]:
     """(public, secret) of a private key's file. Raises SettingsError."""
-    file = Path(path)
     try:
-        text, mode = file.read_text().strip(), file.stat().st_mode
+        text = Path(path).read_text().strip()
+        refuse_exposed(f"curve_secret_file={path!r}", path)
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"curve_secret_file={path!r}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
     _check(text, f"curve_secret_file={path!r}")
-    if mode & 0o007:
-        log.warning("curve_secret_file=%r is readable by other accounts: run chmod 600 on it", path)
     return zmq.curve_public(text.encode()).decode(), text
 
 

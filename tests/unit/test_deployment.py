@@ -62,6 +62,22 @@ def test_secrets_are_made_once_closed_to_others_and_good_for_what_they_are(tmp_p
     assert flower.options(Settings(flower_auth=made["flower_auth"], flower_host="0.0.0.0"))["FLOWER_BASIC_AUTH"] == made["flower_auth"]
 
 
+def test_secrets_that_git_has_or_others_could_read_are_not_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    command = [str(ROOT / "compose/secrets.sh"), str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
+    folder.chmod(0o755)  # as git creates a folder
+    refused = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert refused.returncode != 0
+    assert "was open to every account of this machine (valid: mode 700)" in refused.stderr
+    folder.chmod(0o700)
+    for words in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    refused = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert refused.returncode != 0
+    assert "is in git" in refused.stderr
+
+
 @pytest.mark.parametrize("asked", [{"flower_host": "0.0.0.0"}, {"auth": "keys"}, {"api_host": "0.0.0.0"}])
 def test_flower_needs_a_password_off_loopback_and_where_the_api_asks_for_keys(asked: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match="MIDSTREAM_FLOWER_AUTH"):

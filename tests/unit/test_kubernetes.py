@@ -1,5 +1,6 @@
 """The Kustomize folders render, are valid for Kubernetes to the last field, and agree with themselves and with the package."""
 
+import base64
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from tree import tracked
 
 from midstream.schemas.settings import PREFIX, Settings
 
@@ -32,17 +34,20 @@ Document = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy with secrets."""
+    """What a clone has, with the secrets that the script makes."""
     if shutil.which("kubectl") is None:
         reason = "kubectl is not installed (Debian: apt-get install kubernetes-client): the manifests were NOT rendered"
         if os.environ.get(CI):
             pytest.fail(reason)
         pytest.skip(reason)
-    copy = tmp_path_factory.mktemp("deploy")
-    shutil.copytree(ROOT / "deploy", copy / "deploy", ignore=shutil.ignore_patterns("secrets"))
-    shutil.copytree(ROOT / "compose", copy / "compose", ignore=shutil.ignore_patterns("secrets"))
+    copy = tmp_path_factory.mktemp("clone")
+    for path in tracked():
+        if path.parts[0] in ("deploy", "compose"):
+            (copy / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, copy / path)
     for overlay in OVERLAYS:
-        subprocess.run([copy / "deploy" / "kubernetes" / "secrets.sh", overlay], check=True, capture_output=True)
+        made = subprocess.run([copy / "deploy" / "kubernetes" / "secrets.sh", overlay], check=True, capture_output=True, text=True).stdout
+        assert made.count("made ") == len(list((copy / "deploy" / "kubernetes" / overlay / "secrets").iterdir())), "a clone brings secrets"
     (copy / "deploy" / "kubernetes" / "bucket" / "secrets" / "artifact_secret_key").write_text("secret")
     return copy / "deploy" / "kubernetes"
 
@@ -124,6 +129,18 @@ def test_secrets_are_in_files_alone(documents: tuple[Document, ...]) -> None:
         assert not {variable["name"].removeprefix(PREFIX) for variable in container.get("env", [])} & secret
     for found in of(documents, "ConfigMap").values():
         assert not {name.removeprefix(PREFIX) for name in found["data"]} & secret
+
+
+def test_every_overlay_has_secrets_of_its_own_which_the_script_made(folder: Path) -> None:
+    values = set()
+    for overlay in OVERLAYS:
+        [data] = [
+            found["data"] for name, found in of(rendered(folder, overlay), "Secret").items() if not name.startswith("midstream-bucket")
+        ]
+        for name, value in data.items():
+            assert base64.b64decode(value) == (folder / overlay / "secrets" / name).read_bytes()
+        values |= set(data.values())
+    assert len(values) == len(OVERLAYS) * len(data)
 
 
 def test_every_container_is_confined_and_probed(documents: tuple[Document, ...]) -> None:

@@ -1,0 +1,107 @@
+"""Neither the tree nor the history holds a secret, and the check that says so finds each kind."""
+
+import base64
+import os
+import re
+import secrets
+import string
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import check_secrets
+import pytest
+
+from midstream.broker.receipts import curve
+from midstream.schemas import secret_files
+from midstream.schemas.settings import SettingsError, load_settings
+
+LETTERS = string.ascii_letters + string.digits
+
+
+def random(count: int, letters: str = LETTERS) -> str:
+    return "".join(secrets.choice(letters) for _ in range(count))
+
+
+def test_git_tracks_nothing_that_it_is_to_ignore() -> None:
+    assert check_secrets.ignored() == []
+
+
+def test_the_tree_holds_no_secret() -> None:
+    assert [*check_secrets.faults(check_secrets.tree())] == []
+
+
+@pytest.mark.long
+def test_the_history_holds_no_secret_but_the_burnt_ones() -> None:
+    assert [*check_secrets.faults(check_secrets.history(), secret_files.BURNT)] == []
+
+
+@pytest.mark.parametrize("count", range(20))
+def test_a_secret_of_each_kind_is_noticed_where_it_is_written(count: int) -> None:
+    made = {
+        "key": f"ms_{random(12, string.ascii_lowercase + string.digits)}_{random(43)}",
+        "webhook": "whsec_" + base64.b64encode(secrets.token_bytes(32)).decode(),
+        "AWS": "AKIA" + random(16, string.ascii_uppercase + string.digits),
+        "AWS secret": "aws_secret_access_key = " + random(40, LETTERS + "+"),
+        "hub": "hf_" + random(34),
+        "PEM": f"-----BEGIN PRIVATE KEY-----\n{base64.b64encode(secrets.token_bytes(48)).decode()}\n",
+        "URL": f"redis://user:{random(24)}@redis:6379/0",
+        "password": f'password = "{random(40)}"',
+    }
+    for kind, text in made.items():
+        lines = [*check_secrets.faults([("docs/page.md", f"first\n{text}\n".encode())])]
+        assert [line.partition(" ")[0] for line in lines] == ["docs/page.md:2:"], kind
+        assert not any(part in lines[0] for part in text.split())
+    assert [*check_secrets.faults([("compose/secrets/password", b"short")])] != []
+
+
+def test_a_burnt_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = f"ms_{'a' * 12}_{random(43)}"
+    assert load_settings({"MIDSTREAM_ADMIN_KEY": value}).admin_key == value
+    monkeypatch.setattr(secret_files, "BURNT", {check_secrets.digest(value.encode())})
+    with pytest.raises(SettingsError, match="admin_key: this value was published") as refused:
+        load_settings({"MIDSTREAM_ADMIN_KEY": value})
+    assert value not in str(refused.value)
+
+
+@pytest.fixture
+def opened() -> Iterator[Path]:
+    """A folder that every account can enter."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_a_secret_in_a_file_that_every_account_can_read_is_refused(opened: Path) -> None:
+    key, config = opened / "key", opened / "midstream.toml"
+    key.write_text("user:password")
+    config.write_text('flower_auth = "user:password"\n')
+    files = ({"MIDSTREAM_FLOWER_AUTH_FILE": str(key)}, {"MIDSTREAM_CONFIG": str(config)})
+    reasons = (f"MIDSTREAM_FLOWER_AUTH_FILE={key}: every account", f"MIDSTREAM_CONFIG={config}: contains flower_auth, and every account")
+    for path in (key, config):
+        path.chmod(0o644)
+    for environment, reason in zip(files, reasons, strict=True):
+        with pytest.raises(SettingsError, match=re.escape(reason)):
+            load_settings(environment)
+    with pytest.raises(SettingsError, match=r"curve_secret_file=.*every account"):
+        curve.secret_key(str(key))
+    opened.chmod(0o750)
+    assert [load_settings(environment).flower_auth for environment in files] == ["user:password"] * 2, "the folder closes it"
+    opened.chmod(0o755)
+    for path in (key, config):
+        path.chmod(0o640)
+    assert [load_settings(environment).flower_auth for environment in files] == ["user:password"] * 2
+    config.write_text("max_num_seqs = 4\n")
+    config.chmod(0o644)
+    assert load_settings({"MIDSTREAM_CONFIG": str(config)}).max_num_seqs == 4, "it holds no secret"
+
+
+def test_a_secret_of_a_container_may_be_readable_to_all_in_it(opened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compose mounts its files read-only, with the mode that they have outside, where their folder is closed."""
+    key = opened / "key"
+    key.write_text("user:password")
+    key.chmod(0o444)
+    assert secret_files.is_exposed(key)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    assert not secret_files.is_exposed(key)
