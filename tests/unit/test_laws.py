@@ -71,10 +71,8 @@ def model(
     return found, stream
 
 
-def findings(
-    rows: Rows, final: torch.Tensor, laws: Mapping[Hook, Mapping[Hook, float]] = SEQUENTIAL, *, routed: bool = False
-) -> tuple[list[Finding], Shape]:
-    shape = Shape([hook for hook in HOOKS if (hook, 0) in rows], EPS, lambda _: laws, routed)
+def findings(rows: Rows, final: torch.Tensor, laws: Mapping[Hook, Mapping[Hook, float]] = SEQUENTIAL) -> tuple[list[Finding], Shape]:
+    shape = Shape([hook for hook in HOOKS if (hook, 0) in rows], EPS, lambda _: laws)
     found: list[Finding] = []
     for layer in range(LAYERS):
         found += judge_layer(shape, lambda hook, number: rows[hook, number], layer)
@@ -87,7 +85,7 @@ def findings(
 
 def absent(rows: Rows, final: torch.Tensor, laws: Mapping[Hook, Mapping[Hook, float]] = SEQUENTIAL) -> dict[Hook, str]:
     found, shape = findings(rows, final, laws)
-    return verdict(shape.hooks, found, LAYERS, routed=False)[0]
+    return verdict(shape.hooks, found, LAYERS)[0]
 
 
 @pytest.mark.parametrize("laws", [SEQUENTIAL, PARALLEL], ids=["sequential", "parallel"])
@@ -113,7 +111,7 @@ def of_parts(rows: Rows) -> dict[Hook, str]:
         found += judge_parts(shape, mlp(rows["mlp_in", layer]), rows["post_attn", layer], rows["post_block", layer], layer)
         if layer + 1 < LAYERS:
             found.append(judge_boundary(shape, rows["post_block", layer], rows["pre_attn", layer + 1], layer))
-    return verdict(shape.hooks, found, LAYERS, routed=False)[0]
+    return verdict(shape.hooks, found, LAYERS)[0]
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25])
@@ -191,11 +189,11 @@ def test_a_hook_without_its_neighbours_is_not_proven() -> None:
     only = {key: value for key, value in rows.items() if key[0] in ("pre_attn", "post_block")}
     shape = Shape(["pre_attn", "post_block"], EPS, lambda _: SEQUENTIAL)
     found = [judge_boundary(shape, only["post_block", layer], only["pre_attn", layer + 1], layer) for layer in range(LAYERS - 1)]
-    assert verdict(shape.hooks, found, LAYERS, routed=False)[0] == {}
-    alone = verdict(["attn_out"], [], LAYERS, routed=False)[0]
+    assert verdict(shape.hooks, found, LAYERS)[0] == {}
+    alone = verdict(["attn_out"], [], LAYERS)[0]
     assert "pre_attn and post_attn" in alone["attn_out"]
     unshown: dict[Hook, str] = {}
-    assert verdict(["attn_out"], [], LAYERS, routed=False, unshown=unshown)[0] == {}
+    assert verdict(["attn_out"], [], LAYERS, unshown=unshown)[0] == {}
     assert unshown == alone
 
 
@@ -219,7 +217,7 @@ def edits(hook: Hook, layer: int, taken: Callable[[Rows, Rows], Rows] = lambda e
         own.append(
             judge_module(shape, mlp(rounded(edited["mlp_in", layer] + vector)), edited["mlp_out", layer], layer, ("mlp_in", "mlp_out"))
         )
-    return verdict(shape.hooks, [*found, *own], LAYERS, routed=False)[0]
+    return verdict(shape.hooks, [*found, *own], LAYERS)[0]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -248,11 +246,32 @@ def test_rows_of_a_wrong_batch_slot_are_refused() -> None:
     assert not judge_same(shape, "law", "pre_attn", 2, wrong, right).ok
 
 
-def test_where_a_router_chooses_one_row_near_a_tie_does_not_count() -> None:
+def test_a_law_that_fails_in_one_layer_fails() -> None:
     found = [Finding("MLP", ("mlp_in", "mlp_out"), layer, figure, "module") for layer, figure in enumerate((0.1, 0.2, 40.0))]
-    assert [law.ok for law in combine(found, routed=True)] == [True]
-    (law,) = combine(found, routed=False)
+    (law,) = combine(found)
     assert (law.ok, law.layer, law.failing) == (False, 2, (2,))
+
+
+def test_the_median_row_counts_only_in_layers_that_choose_experts() -> None:
+    """Layer 0 is dense, layer 1 has experts: a row near a tie may be another expert's, most rows may not."""
+    rows, _ = model(SEQUENTIAL)
+    shape = Shape(HOOKS, EPS, routes={1}.__contains__)
+
+    def ok(layer: int, wrong: int) -> bool:
+        made = mlp(rows["mlp_in", layer])
+        made[:wrong] *= 1.1
+        return judge_module(shape, made, rows["mlp_out", layer], layer, ("mlp_in", "mlp_out")).ok
+
+    assert [ok(layer, 2) for layer in (0, 1)] == [False, True]
+    assert [ok(layer, ROWS - 1) for layer in (0, 1)] == [False, False]
+
+
+def test_rows_of_another_batch_may_differ_above_a_router_only() -> None:
+    rows, _ = model(SEQUENTIAL)
+    shape = Shape(HOOKS, EPS, follows=lambda layer: layer >= 1)
+    wrong = rows["pre_attn", 2].clone()
+    wrong[:2] = 0
+    assert [judge_same(shape, "law", "pre_attn", layer, wrong, rows["pre_attn", 2]).ok for layer in (0, 1)] == [False, True]
 
 
 def test_figures_are_relative_to_the_tolerance() -> None:

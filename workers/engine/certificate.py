@@ -37,9 +37,10 @@ logger = logging.getLogger(__name__)
 #: The job of all requests of the run. No job of a user has this id.
 JOB = "certificate"
 BASE, CHUNKED, AGAIN, BESIDE = range(4)  # requests; those with edits follow
-GENERATED = 3
+GENERATED = 6
 CHUNK = 5  # tokens, of the request that is prefilled in chunks
 LEAST, MOST = 8, 64  # tokens of the prompt
+COMPARED = 8  # positions of the prompt, about: where a router chooses experts, the median of them counts
 TIMEOUT_S = 60.0
 _SEED = 1
 
@@ -78,11 +79,11 @@ async def certify(access: Access, info: ModelInfo, *, trusted: bool = False, **f
     try:
         await access.call("midstream_certify", ("begin", {}))
         run = _Run(access, info)
-        findings, skipped, routed = await run.findings()
+        findings, skipped = await run.findings()
         hooks = [hook for hook in HOOKS if hook in info.hooks]
         of_inside = [finding for finding in findings if set(finding.hooks) & info.inside.keys()]
         of_stream = [finding for finding in findings if not set(finding.hooks) & info.inside.keys()]
-        absent, laws = verdict(hooks, of_stream, info.num_layers, routed=routed, unshown=unshown if trusted else None)
+        absent, laws = verdict(hooks, of_stream, info.num_layers, unshown=unshown if trusted else None)
         refused, more = verdict_inside(list(info.inside), of_inside, info.num_layers)
         laws = [*laws, *more]
         caveats += [f"{hook} is unproven: the setting hooks leaves out what would prove it" for hook in unshown]
@@ -139,13 +140,13 @@ class _Run:
         # Special tokens, such as those that stand for images, are at either end of a vocabulary.
         self._prompt = np.random.default_rng(_SEED).integers(info.vocab_size // 8, info.vocab_size // 2, size=length).tolist()
         self._first = length - 1
-        self._compared = sorted({1, length // 2, length - 2, length - 1})
+        self._compared = sorted({1, *range(length - 1, 1, -max(1, length // COMPARED))})
         self._generated: list[int] = []
         self._number = BESIDE
         self.readings: dict[str, str] = {}  # kind of reading → why it is not served after all
 
-    async def findings(self) -> tuple[list[Finding], dict[str, str], bool]:
-        """What was found, law → why it was not compared, and whether a router chooses experts."""
+    async def findings(self) -> tuple[list[Finding], dict[str, str]]:
+        """What was found, and law → why it was not compared."""
         positions = [*self._compared, *range(len(self._prompt), len(self._prompt) + GENERATED - 1)]
         everything = self._capture({hook: self._layers for hook in self._hooks}, positions, "base")
         await self._access.call("midstream_certify", ("watch", {"request": BASE}))
@@ -174,7 +175,7 @@ class _Run:
         if not self._access.chunked:
             skipped["rows of a chunked prefill"] = "the engine does not split prefills"
         findings = [finding for each in judgements for finding in each.findings] + list(self._stages(judgements))
-        return findings, skipped, any(each.routed for each in judgements)
+        return findings, skipped
 
     async def _beside(self, plan: Plan, everything: StoredCapture, sizes: dict[str, dict[int, float]]) -> None:
         """All but the first request, in one batch."""

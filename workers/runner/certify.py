@@ -39,6 +39,7 @@ from .laws import (
     sumwise,
 )
 from .lens import Lens
+from .routing_kinds import choosers
 from .sites import decoder, held_layers, language_model, without_sites
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ _NOT_MLP = re.compile(r"norm|(^|_)ln(_|$)|attn|attention|rotary|mamba|mixer|conv
 #: Children of the module that holds the layers which do not come between embedding and first layer.
 _FINAL_NORM = re.compile(r"^(norm|norm_f|ln_f|final_norm|final_layer_?norm)$")
 _NORM = re.compile(r"norm|ln_f")
+
+#: Copies of an edited row whose experts a router chooses, which differ by one rounding at most.
+NUDGES = 8
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +97,6 @@ class Judgement(msgspec.Struct):
     findings: list[Finding]
     not_compared: dict[str, str]
     edges: dict[str, bytes]  # float32 rows at the stage's first and last layer, for the neighbouring stages
-    routed: bool
     readings: dict[str, str] = {}  # kind of reading → why it is not served after all
 
 
@@ -151,9 +154,12 @@ class Certifier:
         self._kept = Kept()
         self._layers = dict(held_layers(self._model, adapter))
         self._parent = decoder(self._model, adapter)
-        self._routed = any("moe" in type(module).__name__.lower() for module in self._model.modules())
-        eps = torch.finfo(self._dtype).eps
-        self._shape = Shape([hook for hook in HOOKS if hook in hooks], eps, lambda layer: adapter.of(layer).laws, self._routed)
+        routing = {number for number, layer in self._layers.items() if choosers(layer)}
+        # Of the layers of earlier stages this rank does not know; most models have experts in all layers but the first.
+        first = min(routing if get_pp_group().is_first_rank else self._layers) if routing else len(self._layers)
+        eps, laws = torch.finfo(self._dtype).eps, (lambda layer: adapter.of(layer).laws)
+        present = [hook for hook in HOOKS if hook in hooks]
+        self._shape = Shape(present, eps, laws, routing.__contains__, lambda layer: bool(routing) and layer >= first)
         self._records = get_tp_group().rank_in_group == 0
         self._findings: list[Finding] = []
         self._skipped: dict[str, str] = {}
@@ -265,7 +271,7 @@ class Certifier:
             self._attempt("logit lens", self._lens, plan)
         if self._most < 2:
             self._skipped["rows in a mixed batch"] = "no step had more than one request"
-        return Judgement(self._findings, self._skipped, edges, self._routed, self._readings)
+        return Judgement(self._findings, self._skipped, edges, self._readings)
 
     def _judge_inside(self, plan: Plan) -> None:
         prompt, compared = range(plan.first + 1), [position for position in plan.positions if position <= plan.first]
@@ -362,8 +368,8 @@ class Certifier:
                 inputs = [self._kept.of(plan.base, plan.positions)(source, number)]
                 if number in edits and source == "mlp_in":
                     request, position, scale = edits[number]
-                    inputs.append(self._kept.of(request, [position])(source, number) + self._added(scale))
-            count = len(plan.positions) + (number in edits and source == "mlp_in")
+                    inputs.append((self._kept.of(request, [position])(source, number) + self._added(scale)) * self._nudges(number))
+            count = len(plan.positions) + (len(self._nudges(number)) if number in edits and source == "mlp_in" else 0)
             rows = self._shared(inputs, count)
             outputs = list(self._through(layer, rows))
             if not self._records:
@@ -380,12 +386,18 @@ class Certifier:
                 edited, shown = self._kept.of(request, [position]), outputs[best]
                 if parts:
                     factor = factor_of(shown[:plain], base("post_block", number) - base("post_attn", number))
-                    terms = [edited("post_attn", number), factor * shown[plain:]]
-                    figure = sumwise(edited("post_block", number), terms, self._shape.tolerance("module"))
+                    left, right = edited("post_block", number), edited("post_attn", number)
+                    figures = [sumwise(left, [right, factor * row[None]], self._shape.tolerance("module")) for row in shown[plain:]]
                 else:
-                    figure = rowwise(shown[plain:], edited("mlp_out", number), self._shape.tolerance("module"))
+                    figures = [rowwise(row[None], edited("mlp_out", number), self._shape.tolerance("module")) for row in shown[plain:]]
                 into = "post_block" if parts else "mlp_out"
-                self._findings.append(Finding(f"edit at mlp_in: {into} has it", ("mlp_in", into), number, figure, "module", edit=True))
+                law = f"edit at mlp_in: {into} has it"
+                self._findings.append(Finding(law, ("mlp_in", into), number, min(figures), "module", edit=True))
+
+    def _nudges(self, number: int) -> torch.Tensor:
+        """`[copies, 1]`: what an edited row is multiplied with. Near a tie of a router's, one rounding or the other chooses its experts."""
+        copies = NUDGES if self._shape.routes(number) else 1
+        return 1 + torch.finfo(self._dtype).eps * torch.linspace(0, 1, copies)[:, None]
 
     def _judge_mlp(self, rows: Rows, output: torch.Tensor, number: int, source: Hook, *, parts: bool) -> list[Finding]:
         if parts:

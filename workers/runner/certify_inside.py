@@ -72,7 +72,7 @@ class InsideLaws:
         norms = [child for name, child in self._layers[number].named_children() if name.startswith("post") and "norm" in name]
         given = [output, *(_first(norm(output.clone())) for norm in norms)]
         tolerance = self._shape.tolerance("module")
-        figure = min(rowwise(each.float().cpu(), wanted, tolerance, median=self._shape.routed) for each in given)
+        figure = min(rowwise(each.float().cpu(), wanted, tolerance, median=self._shape.routes(number)) for each in given)
         yield Finding(f"projection({hook}) = {into}", (hook,), number, figure, "module")
 
     def _output(self, place: int, number: int) -> Iterator[Finding]:

@@ -67,7 +67,8 @@ class Shape(NamedTuple):
     hooks: Sequence[Hook]
     eps: float  # of the dtype
     laws: Callable[[int], Mapping[Hook, Mapping[Hook, float]]] = lambda _: {}  # layer → the sums, see `Variant.laws`
-    routed: bool = False  # a router chooses experts: rounding decides near a tie, so the median row counts
+    routes: Callable[[int], bool] = lambda _: False  # this layer chooses experts: rounding decides near a tie, so its median row counts
+    follows: Callable[[int], bool] = lambda _: False  # this layer, or one below it, chooses experts
 
     def tolerance(self, kind: str) -> float:
         """Relative."""
@@ -147,12 +148,12 @@ def judge_boundary(shape: Shape, left: torch.Tensor, entered: torch.Tensor, laye
 
 def judge_same(shape: Shape, law: str, hook: Hook, layer: int, got: torch.Tensor, wanted: torch.Tensor) -> Finding:
     """The rows of a hook against those of the same tokens in another batch."""
-    return Finding(law, (hook,), layer, rowwise(got, wanted, shape.tolerance("batch"), median=shape.routed), "batch")
+    return Finding(law, (hook,), layer, rowwise(got, wanted, shape.tolerance("batch"), median=shape.follows(layer)), "batch")
 
 
 def judge_module(shape: Shape, got: torch.Tensor, wanted: torch.Tensor, layer: int, hooks: Sequence[str]) -> Finding:
     """What the layer's own MLP gives for the rows of its input against the rows of `mlp_out`."""
-    figure = rowwise(got, wanted, shape.tolerance("module"), median=shape.routed)
+    figure = rowwise(got, wanted, shape.tolerance("module"), median=shape.routes(layer))
     return Finding(f"MLP({hooks[0]}) = mlp_out", tuple(hooks), layer, figure, "module")
 
 
@@ -165,7 +166,7 @@ def judge_parts(shape: Shape, got: torch.Tensor, entered: torch.Tensor, left: to
     law, hooks = "post_block = post_attn + MLP(mlp_in)", ("mlp_in", "post_attn", "post_block")
     seen = visible(part, left, [entered], tolerance)
     return [
-        Finding(law, hooks, layer, sumwise(left, [entered, part], tolerance, median=shape.routed), "module"),
+        Finding(law, hooks, layer, sumwise(left, [entered, part], tolerance, median=shape.routes(layer)), "module"),
         Finding("MLP(mlp_in) is visible in post_block", ("mlp_in",), layer, seen, "seen"),
     ]
 
@@ -236,23 +237,22 @@ class Law(msgspec.Struct, frozen=True):
         return self.figure <= 1.0
 
 
-def combine(findings: Iterable[Finding], *, routed: bool) -> list[Law]:
-    """The worst finding of each law; where rounding decides which experts compute a row, the median of those that this touches."""
+def combine(findings: Iterable[Finding]) -> list[Law]:
+    """The worst finding of each law."""
     laws: dict[str, list[Finding]] = {}
     for finding in findings:
         laws.setdefault(finding.law, []).append(finding)
     made = []
     for law, found in laws.items():
-        ordered = sorted(found, key=lambda finding: (math.isnan(finding.figure), finding.figure))
-        worst = ordered[len(ordered) // 2 if routed and ordered[0].kind in ("batch", "module") else -1]
-        failing = tuple(sorted({finding.layer for finding in found if not finding.ok})) if not worst.ok else ()
+        worst = max(found, key=lambda finding: (math.isnan(finding.figure), finding.figure))
+        failing = tuple(sorted({finding.layer for finding in found if not finding.ok}))
         layers = tuple(sorted({finding.layer for finding in found}))
         made.append(Law(law, worst.kind, worst.hooks, worst.figure, worst.layer, len(found), failing, layers))
     return made
 
 
 def verdict(
-    hooks: Sequence[Hook], findings: Iterable[Finding], num_layers: int, *, routed: bool, unshown: dict[Hook, str] | None = None
+    hooks: Sequence[Hook], findings: Iterable[Finding], num_layers: int, *, unshown: dict[Hook, str] | None = None
 ) -> tuple[dict[Hook, str], list[Law]]:
     """Hook → why it is not proven (hooks that are proven are missing), and all laws.
 
@@ -262,11 +262,11 @@ def verdict(
     layer, and what leaves the last, has no neighbour. `unshown`: takes the hooks that nothing proves, and nothing disproves.
     """
     found = list(findings)
-    laws = combine((finding for finding in found if not finding.edit), routed=routed)
+    laws = combine(finding for finding in found if not finding.edit)
     broken = [law for law in laws if not law.ok]
     blamed = _smallest(hooks, [set(law.hooks) & set(hooks) for law in broken])
     absent: dict[Hook, str] = {hook: _why(broken, hook) for hook in hooks if hook in blamed}
-    edits = combine((finding for finding in found if finding.edit and not blamed & set(finding.hooks)), routed=routed)
+    edits = combine(finding for finding in found if finding.edit and not blamed & set(finding.hooks))
     for hook in hooks:
         if wrong := [law for law in edits if not law.ok and law.hooks[0] == hook]:
             absent[hook] = _why(wrong, hook)
@@ -285,7 +285,7 @@ def verdict(
 
 def verdict_inside(hooks: Sequence[str], findings: Iterable[Finding], num_layers: int) -> tuple[dict[str, str], list[Law]]:
     """Of hooks inside attention and MLP: hook → why it is not proven, and all laws. A law proves and refutes all of its hooks."""
-    laws = combine(findings, routed=False)
+    laws = combine(findings)
     absent: dict[str, str] = {}
     for hook in hooks:
         mine = [law for law in laws if hook in law.hooks]

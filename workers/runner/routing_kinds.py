@@ -24,9 +24,14 @@ def routing_kinds(model: nn.Module, adapter: Adapter) -> list[RoutingKind]:
     return grouped(found for number, layer in held_layers(model, adapter) if (found := kind_of(number, layer)) is not None)
 
 
+def choosers(layer: nn.Module) -> list[Any]:
+    """The modules of a layer that choose experts."""
+    return [module for module in layer.modules() if hasattr(module, "router") and hasattr(module, "routed_experts")]
+
+
 def kind_of(number: int, layer: nn.Module) -> RoutingKind | None:
     """Of one layer; None if it has no experts to choose from."""
-    runners: list[Any] = [module for module in layer.modules() if hasattr(module, "router") and hasattr(module, "routed_experts")]
+    runners = choosers(layer)
     if not runners:
         return None
     router = runners[0].router
