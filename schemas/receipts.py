@@ -72,6 +72,11 @@ class Receipt(Wire):
     scores: list[ProbeScore] = []  # of the probes whose layers the stage has, from its first rank
 
     @property
+    def attempt_id(self) -> str:
+        """`JOB.ATTEMPT`: an outbox knows its receipts by it, also when it has lost them."""
+        return f"{self.job}.{self.attempt}"
+
+    @property
     def verdict(self) -> str:
         """`status`, but never `ok` where rows were dropped or a consumer failed."""
         short = any(file.dropped for file in self.files) or not all(consumed.ok for consumed in self.consumed)
@@ -83,7 +88,7 @@ class LostRange(Wire):
 
     first: int
     last: int
-    jobs: list[str] = []
+    jobs: list[str] = []  # as `Receipt.attempt_id` names them
     message: str = ""
 
 

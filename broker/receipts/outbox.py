@@ -97,7 +97,7 @@ class Outbox:
         """
         if (receipt.worker, receipt.rank) != (self.worker, self.rank):
             raise ValueError(f"receipt of {receipt.worker}/{receipt.rank} in the outbox of {self.worker}/{self.rank}")
-        row = (receipt.job, to_msgpack(receipt), on_durable)
+        row = (receipt.attempt_id, to_msgpack(receipt), on_durable)
         with self._changed:
             if self._broken is not None:
                 raise OutboxError("internal", f"outbox {self._store.path} has failed: {self._broken}") from self._broken

@@ -1,7 +1,8 @@
 """Outbox storage on disk, and recovery when the disk was damaged.
 
-Three files per rank: `<name>.sqlite` holds the receipts, `<name>.jobs` repeats which receipt belonged to which job (plain
-lines, so that it survives when the database does not), `<name>.lock` is held while a process uses the other two.
+Three files per rank: `<name>.sqlite` holds the receipts, `<name>.jobs` repeats which receipt belonged to which attempt at a job (plain
+lines, so that it survives when the database does not), `<name>.lock` is held while a process uses the other two. Both call an attempt a
+job, and name it as `Receipt.attempt_id` does.
 
 A database that cannot be read is moved aside, never repaired: a new epoch starts, and the former one is remembered with
 its last number and its jobs, so that the relay can be told what is lost. Only one thread writes; another one may read.

@@ -89,9 +89,9 @@ def test_a_lost_range_fails_its_running_jobs_and_closes_the_gap(relay: RelayProc
     gone, other = jobs.claim(2, 2)
     with Peer(relay.url) as peer:
         peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(other, 0)))
-        beyond = peer.ask(Kind.LOST, 9, to_msgpack(LostRange(5, 9, [other])))
+        beyond = peer.ask(Kind.LOST, 9, to_msgpack(LostRange(5, 9, [f"{other}.1"])))
         assert beyond.seq == 1, "a range beyond a gap closes nothing"
-        assert peer.ask(Kind.LOST, 3, to_msgpack(LostRange(2, 3, [gone], "the disk died"))).seq == 3
+        assert peer.ask(Kind.LOST, 3, to_msgpack(LostRange(2, 3, [f"{gone}.1"], "the disk died"))).seq == 3
         assert peer.ask(Kind.RECEIPT, 4, to_msgpack(receipt(other, 1))).seq == 4
     view = jobs.view(gone)
     assert (view.state, view.error and view.error.type) == (State.FAILED, "urn:midstream:capture_failed")

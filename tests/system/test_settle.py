@@ -550,8 +550,9 @@ def test_a_lost_range_fails_its_jobs_and_passes_the_mark(redis_url: str) -> None
             await ledger.store_outputs(over.id, 1, outputs())
             settle = settler(redis_url)
             settle.settle(WORKER, 1, EPOCH, [(1, receipt("job_unknown"))])
-            lost = LostRange(first=2, last=5, jobs=[hit.id, elsewhere.id, over.id, "job_unknown"], message="database is malformed")
-            beyond = LostRange(first=3, last=5, jobs=[hit.id])
+            lost_jobs = [f"{hit.id}.1", f"{elsewhere.id}.1", f"{over.id}.1", "job_unknown.1", hit.id]
+            lost = LostRange(first=2, last=5, jobs=lost_jobs, message="database is malformed")
+            beyond = LostRange(first=3, last=5, jobs=[f"{hit.id}.1"])
             assert settle.lost(WORKER, 1, EPOCH, beyond) == 1, "a gap before the range is a gap"
             assert await state_of(ledger, hit) is State.RUNNING
             assert settle.lost(WORKER, 1, EPOCH, lost) == 5
@@ -566,5 +567,22 @@ def test_a_lost_range_fails_its_jobs_and_passes_the_mark(redis_url: str) -> None
             assert settle.lost(WORKER, 1, EPOCH, lost) == 5
             assert settle.counts.lost == 1
             assert settle.settle(WORKER, 1, EPOCH, [(6, receipt("job_unknown"))]) == 6
+
+    asyncio.run(main())
+
+
+def test_lost_receipts_of_a_former_attempt_do_not_fail_the_present_one(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(capture=True)
+            await claimed(ledger, job)
+            await ledger.release(job.id, 1)
+            assert await ledger.claim(job.id, WORKER, "boot-2", 2) is not None
+            former = LostRange(first=1, last=3, jobs=[f"{job.id}.1"])
+            assert settler(redis_url).lost(WORKER, 0, EPOCH, former) == 3
+            assert await state_of(ledger, job) is State.RUNNING
+            present = LostRange(first=4, last=4, jobs=[f"{job.id}.2"])
+            assert settler(redis_url).lost(WORKER, 0, EPOCH, present) == 4
+            assert await state_of(ledger, job) is State.FAILED
 
     asyncio.run(main())

@@ -45,7 +45,7 @@ def test_append_returns_after_the_receipt_is_on_disk(outbox: Outbox) -> None:
 
     outbox.append(receipt(1), on_durable)
     assert told.wait(60)
-    assert seen == [[(1, "job_1")]]
+    assert seen == [[(1, "job_1.1")]]
     assert outbox.depth() == 1
 
 
@@ -87,7 +87,7 @@ def test_receipts_of_many_threads_are_all_kept_in_the_order_of_each(outbox: Outb
     for thread in threads:
         thread.join()
     outbox.close()
-    jobs = [int(job.removeprefix("job_")) for _, job in rows_on_disk(outbox.path)]
+    jobs = [int(job.removeprefix("job_").removesuffix(".1")) for _, job in rows_on_disk(outbox.path)]
     for base in range(0, 8000, 1000):
         assert [job for job in jobs if base <= job < base + 1000] == list(range(base, base + 200))
 
@@ -111,7 +111,7 @@ def test_what_was_appended_is_durable_when_close_returns_and_the_next_process_ha
     with Outbox(tmp_path, "w", 0, NOBODY) as second:
         assert (second.epoch, second.depth()) == (epoch, 300)
         second.append(receipt(300))
-    assert rows_on_disk(second.path) == [(number + 1, f"job_{number}") for number in range(301)]
+    assert rows_on_disk(second.path) == [(number + 1, f"job_{number}.1") for number in range(301)]
 
 
 def test_a_closed_outbox_takes_nothing_and_may_be_closed_again(outbox: Outbox) -> None:
