@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import ipaddress
 import logging
 import socket
 import sys
@@ -97,12 +98,25 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
     return listening, f"http://{shown}:{listening.getsockname()[1]}"
 
 
+def trusted_proxies(settings: Settings) -> list[str]:
+    """The entries of `trusted_proxies`. Raises SettingsError for one that is neither an address nor a network."""
+    entries = [entry for entry in map(str.strip, settings.trusted_proxies.split(",")) if entry]
+    for entry in entries:
+        try:
+            ipaddress.ip_network(entry)
+        except ValueError as error:
+            valid = "valid: addresses and networks, such as 127.0.0.1 or 10.0.0.0/8, separated by commas"
+            raise SettingsError(f"MIDSTREAM_TRUSTED_PROXIES: {error}; {valid}") from error
+    return entries
+
+
 def serve(settings: Settings) -> None:
     """Until SIGTERM or SIGINT."""
     if not settings.redis_url:
         raise SettingsError("MIDSTREAM_REDIS_URL: is required; `midstream up` sets it")
     auth.admin_key(settings)  # what is wrong with them is said before anything listens
     named(settings)
+    proxies = trusted_proxies(settings)
     redis_durability.require(settings)
     fitness.require(settings)
     refused = asyncio.run(_refusal(settings))
@@ -125,6 +139,8 @@ def serve(settings: Settings) -> None:
         timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=KEEP_ALIVE_S,
         server_header=False,
+        proxy_headers=bool(proxies),
+        forwarded_allow_ips=proxies,
         lifespan="on",
     )
     server = Server(config, app, url, settings if refused is None else None)

@@ -190,6 +190,7 @@ class Settings(Record):
     auth: Literal["auto", "keys", "open"] = "auto"  # `auto`: keys are required beyond loopback; `open`: no authentication
     admin_key: str = ""  # a key with scope `admin` that is always valid: ms_<12 letters or digits>_<secret>; for the first start
     allowed_hosts: str = ""  # host names and addresses of the API, separated by commas, in addition to loopback
+    trusted_proxies: str = ""  # addresses and networks, separated by commas, whose `X-Forwarded-…` headers are believed; empty: none
     api_key: str = ""  # sent by the Python client and the command line
     limit_requests_per_minute: Natural = 0  # of a tenant without limits of its own; 0: no limit
     limit_tokens_per_minute: Natural = 0

@@ -12,7 +12,7 @@ from ...schemas.keys import EVERYBODY
 from ...schemas.sessions import SessionRequest, SessionView
 from ...schemas.version import __version__
 from ..context import AppContext, context_of
-from ..web.auth import COOKIE, Visit, own_page, visit_of
+from ..web.auth import COOKIE, Visit, address_of, own_page, visit_of
 from ..web.body import JsonRequest
 from .pages import links
 
@@ -31,14 +31,12 @@ async def log_in(data: JSONBody[SessionRequest], request: JsonRequest) -> Respon
     context = context_of(request)
     if {"sec-fetch-site", "origin"} & request.headers.keys() and not own_page(request):
         raise MidstreamError("cross_site", "the page of another site sent this request", field="Origin", allowed="this API's own page")
-    address = request.client.host if request.client else ""
-    await context.sessions.admit(address)
     key = await context.gate.key(data.key.strip())
     if key is None:
+        context.gate.wrong.count(address_of(request))
         raise MidstreamError(
             "unauthorized", "the key is not valid, or has been revoked", field="key", allowed="an API key: ms_<id>_<secret>"
         )
-    await context.sessions.forget(address)
     made = await context.sessions.create(key)
     visit = await context.gate.visit(made.id)
     if visit is None:

@@ -24,6 +24,7 @@ from ...schemas.jobs import JobView
 from ...schemas.keys import EVERYBODY, KEY_PREFIX, Caller, Key, Scope
 from ...schemas.sessions import Session
 from ...schemas.settings import Settings, SettingsError, asks_for_keys
+from .wrong_keys import WrongKeys
 
 #: Seconds for which a process caches a key: after that, a revoked key is rejected everywhere.
 KNOWN_S = 3.0
@@ -163,9 +164,12 @@ class Gate:
         self._stored = stored
         self._known: OrderedDict[str, tuple[float, Key | None]] = OrderedDict()  # id → until when, and the key
         self._sessions = sessions
+        self.wrong = WrongKeys()
 
-    async def caller(self, headers: list[str]) -> Caller:
-        """The caller that the `Authorization` headers identify. Raises `unauthorized`, and `unavailable` if the key cannot be checked.
+    async def caller(self, headers: list[str], address: str) -> Caller:
+        """The caller that the `Authorization` headers identify. `address`: where the call comes from.
+
+        Raises `unauthorized`, `rate_limited` after many wrong keys, and `unavailable` if the key cannot be checked.
 
         Where authentication is off, a valid key still counts, and anything else means the default caller: OpenAI's clients
         always send something.
@@ -178,6 +182,7 @@ class Gate:
         if key is not None:
             return Caller(key.tenant, key.id, frozenset(key.scopes))
         if self.asks:
+            self.wrong.count(address)
             raise MidstreamError("unauthorized", "the API key is not valid", field="Authorization", allowed=HOW)
         return EVERYBODY
 
@@ -246,7 +251,12 @@ async def _caller(connection: ASGIConnection[Any, Any, Any, Any]) -> Caller:
             return visit.caller
         if gate.asks:
             raise MidstreamError("unauthorized", "the session has ended", field=COOKIE, allowed="log in again")
-    return await gate.caller(headers)
+    return await gate.caller(headers, address_of(connection))
+
+
+def address_of(connection: ASGIConnection[Any, Any, Any, Any]) -> str:
+    """Return where a call comes from, as a trusted proxy reports it; empty for a Unix socket."""
+    return connection.client.host if connection.client else ""
 
 
 async def visit_of(connection: ASGIConnection[Any, Any, Any, Any]) -> Visit | None:

@@ -9,19 +9,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...schemas.base import from_msgpack, now, to_msgpack
-from ...schemas.errors import MidstreamError
 from ...schemas.keys import Key
 from ...schemas.sessions import SESSION_S, Session
 from .jobs import Ledger, reachable
 
 SESSION = "ms:key-session:"
-LOGINS = "ms:key-logins:"
 ID_BYTES = 32
 _ID = re.compile(r"[0-9a-f]{64}")
-
-#: Wrong keys that one address may try in a minute. A key cannot be guessed; this bounds what trying costs.
-WRONG_PER_MINUTE = 30
-MINUTE_S = 60
 
 
 class NewSession(NamedTuple):
@@ -39,27 +33,6 @@ class Sessions:
 
     def __init__(self, ledger: Ledger) -> None:
         self._redis: Any = ledger.redis
-
-    @reachable
-    async def admit(self, address: str) -> None:
-        """Count a login from `address` as a wrong key until `forget` is called. Raises `rate_limited` with the wait."""
-        key = f"{LOGINS}{address}"
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.set(key, 0, ex=MINUTE_S, nx=True).incr(key).ttl(key)
-            _, tried, left = await pipe.execute()
-        if tried > WRONG_PER_MINUTE:
-            wait = max(1, left)
-            raise MidstreamError(
-                "rate_limited", f"more than {WRONG_PER_MINUTE} wrong keys from this address within a minute", allowed=f"wait {wait} s",
-                retry_after=wait,
-            )  # fmt: skip
-
-    @reachable
-    async def forget(self, address: str) -> None:
-        """The key of a login that was counted is right: users behind one address do not shut each other out."""
-        key = f"{LOGINS}{address}"
-        async with self._redis.pipeline(transaction=True) as pipe:
-            await pipe.set(key, 0, ex=MINUTE_S, nx=True).decr(key).execute()
 
     @reachable
     async def create(self, key: Key) -> NewSession:

@@ -13,12 +13,15 @@ import server_sent
 from edge import Api, Hand
 from tenant_kit import ADMIN, Caller, asking, bearer, flushed
 
+from midstream.api.__main__ import trusted_proxies
 from midstream.api.routes.session import MAX_BODY
 from midstream.api.web.auth import COOKIE, CSRF_HEADER
-from midstream.broker.ledger.sessions import LOGINS, SESSION, WRONG_PER_MINUTE, name_of
+from midstream.api.web.wrong_keys import WRONG_PER_MINUTE
+from midstream.broker.ledger.sessions import SESSION, name_of
 from midstream.broker.ops.redis_server import RedisServer
 from midstream.schemas.base import from_msgpack, now, to_msgpack
 from midstream.schemas.sessions import MAX_LOGIN_KEY, SESSION_S, Session
+from midstream.schemas.settings import Settings, SettingsError
 
 #: Only ends what hangs.
 LONG_S = 60.0
@@ -33,21 +36,9 @@ def api(redis_session: RedisServer, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def worker(api: Api) -> Iterator[Hand]:
+def hand(api: Api) -> Iterator[Hand]:
     with Hand(api.settings) as worker:
         yield worker
-
-
-@pytest.fixture
-def hand(worker: Hand) -> Hand:
-    """Each test has the logins of a minute to itself."""
-    worker.do(forget_logins(worker))
-    return worker
-
-
-async def forget_logins(hand: Hand) -> None:
-    for key in await hand.ledger.redis.keys(f"{LOGINS}*"):
-        await hand.ledger.redis.delete(key)
 
 
 class Browser:
@@ -136,27 +127,34 @@ def test_a_login_that_is_too_large_is_refused(api: Api, hand: Hand, chunked: boo
     assert problem(answer, 413)["type"] == "urn:midstream:payload_too_large"
 
 
-def test_wrong_keys_beyond_those_of_a_minute_are_refused(api: Api, hand: Hand) -> None:
-    """Then right ones too. The counter begins near its end and lasts, so that no clock matters."""
-    key = Caller(api, hand, "ada").key.key
-    assert log_in(api, {"key": "x"}, **HERE).status_code == 401
+@pytest.mark.parametrize(("proxies", "counted"), [("", "all"), ("127.0.0.1, 10.0.0.0/8", "each")])
+def test_wrong_keys_are_limited_and_right_ones_never(redis_url: str, tmp_path: Path, proxies: str, counted: str) -> None:
+    """At the login and in the header alike, by the address that the connection or a trusted proxy has."""
+    with asking(tmp_path, redis_url, trusted_proxies=proxies) as behind, Hand(behind.settings) as hand:
+        right, wrong = Caller(behind, hand, "ada").key.key, "ms_000000000000_" + "0" * 64
 
-    async def near_the_end() -> list[Any]:
-        [counter] = await hand.ledger.redis.keys(f"{LOGINS}*")
-        began = [int(await hand.ledger.redis.get(counter)), await hand.ledger.redis.ttl(counter)]
-        await hand.ledger.redis.set(counter, WRONG_PER_MINUTE - 1, ex=600)
-        return began
+        def tried(key: str, address: str) -> tuple[int, int]:
+            """Of the login, and of a call."""
+            forwarded = {"X-Forwarded-For": address}
+            answers = log_in(behind, {"key": key}, **HERE, **forwarded), behind.http.get("/v1/tenant", headers=bearer(key) | forwarded)
+            for answer in answers:
+                if answer.status_code == 429:
+                    assert problem(answer, 429)["type"] == "urn:midstream:rate_limited"
+                    assert 0 < int(answer.headers["retry-after"]) <= 61
+            return answers[0].status_code, answers[1].status_code
 
-    tried, left = hand.do(near_the_end())
-    assert tried == 1
-    assert 0 < left <= 60
-    assert [log_in(api, {"key": key}, **HERE).status_code for _ in range(3)] == [200] * 3, "right ones do not count"
-    assert log_in(api, {"key": "x"}, **HERE).status_code == 401
-    for shown in (key, "x"):
-        answer = log_in(api, {"key": shown}, **HERE)
-        assert problem(answer, 429)["type"] == "urn:midstream:rate_limited"
-        assert 0 < int(answer.headers["retry-after"]) <= 600
-        assert "set-cookie" not in answer.headers
+        assert {tried(right, "198.51.100.1") for _ in range(WRONG_PER_MINUTE)} == {(200, 200)}, "right ones are not counted"
+        assert [tried(wrong, "198.51.100.1") for _ in range(WRONG_PER_MINUTE // 2)] == [(401, 401)] * (WRONG_PER_MINUTE // 2)
+        assert tried(wrong, "198.51.100.1") == (429, 429)
+        assert tried(wrong, "198.51.100.2") == ((401, 401) if counted == "each" else (429, 429))
+        assert tried(right, "198.51.100.1") == (200, 200), "a right one is never refused"
+        assert behind.http.get("/v1/tenant").status_code == 401, "no key is no wrong key"
+
+
+@pytest.mark.parametrize("proxies", ["proxy.example", "10.0.0.1/8", "*", "127.0.0.1;10.0.0.1"])
+def test_a_trusted_proxy_is_an_address_or_a_network(proxies: str) -> None:
+    with pytest.raises(SettingsError, match=r"MIDSTREAM_TRUSTED_PROXIES.*valid: addresses and networks"):
+        trusted_proxies(Settings(trusted_proxies=proxies))
 
 
 # --- Which calls it opens ------------------------------------------------------------------------------------------------

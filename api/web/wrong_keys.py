@@ -1,0 +1,59 @@
+"""Bounds how often one address may show wrong keys, at the login and in `Authorization`. A right key is never counted or refused.
+
+A key cannot be guessed; this bounds what trying costs, and shows in the log who tries.
+"""
+
+import ipaddress
+import logging
+import time
+from collections import OrderedDict
+
+from ...schemas.errors import MidstreamError
+
+log = logging.getLogger(__name__)
+
+#: Wrong keys that one address may show within a minute, to each process.
+WRONG_PER_MINUTE = 30
+MINUTE_S = 60.0
+#: Addresses that a process remembers; those that began longest ago are dropped.
+REMEMBERED = 10_000
+#: Bits of an IPv6 address that one client has to itself at least.
+IPV6_NETWORK = 64
+
+
+def network_of(address: str) -> str:
+    """Return what is counted as one client: an IPv4 address, or the network of an IPv6 address."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address[:100]
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
+        return str(ipaddress.ip_network((found.packed, IPV6_NETWORK), strict=False))
+    return str(getattr(found, "ipv4_mapped", None) or found)
+
+
+class WrongKeys:
+    """The wrong keys of the last minute, by address."""
+
+    def __init__(self) -> None:
+        self._tried: OrderedDict[str, tuple[float, int]] = OrderedDict()  # network → when its minute ends, and wrong keys in it
+
+    def count(self, address: str) -> None:
+        """Count a wrong key. Raises `rate_limited` with the wait beyond those of a minute."""
+        name, at = network_of(address), time.monotonic()
+        until, tried = self._tried.get(name, (0.0, 0))
+        if at >= until:
+            self._tried.pop(name, None)
+            until, tried = at + MINUTE_S, 0
+            if len(self._tried) >= REMEMBERED:
+                self._tried.popitem(last=False)
+        self._tried[name] = until, tried + 1
+        if tried < WRONG_PER_MINUTE:
+            return
+        if tried == WRONG_PER_MINUTE:
+            log.warning("more than %d wrong keys from %s within a minute", WRONG_PER_MINUTE, name)
+        wait = int(until - at) + 1
+        raise MidstreamError(
+            "rate_limited", f"more than {WRONG_PER_MINUTE} wrong keys from this address within a minute",
+            allowed=f"a valid key, or wait {wait} s", retry_after=wait,
+        )  # fmt: skip
