@@ -1,5 +1,6 @@
 """Does the API let in those who have a key, for what its scopes say, and nobody else?"""
 
+import itertools
 import json
 import os
 import signal
@@ -39,7 +40,7 @@ REFUSED_AFTER_S = 5.0  # what the documentation says
 @pytest.fixture(scope="module")
 def api(redis_session: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     flushed(redis_session.url)
-    with asking(tmp_path_factory.mktemp("keys"), redis_session.url, max_wait_s=60.0) as api:
+    with asking(tmp_path_factory.mktemp("keys"), redis_session.url, max_wait_s=60.0, trusted_proxies="127.0.0.1") as api:
         yield api
 
 
@@ -215,11 +216,15 @@ almost = st.builds(
 )
 
 
+ADDRESSES = itertools.count()
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(header=printable(200) | printable(40).map(lambda raw: b"Bearer ms_" + raw) | almost)
 def test_any_authorization_header_but_the_key_is_401(api: Api, header: bytes) -> None:
+    address = f"192.0.2.{next(ADDRESSES) % 256}".encode()  # wrong keys are limited by address
     try:
-        answer = api.http.get("/v1/jobs", headers=[(b"authorization", header)])
+        answer = api.http.get("/v1/jobs", headers=[(b"authorization", header), (b"x-forwarded-for", address)])
     except httpx.LocalProtocolError:  # what HTTP does not let stand there
         reject()
     scheme, _, key = header.strip().partition(b" ")
