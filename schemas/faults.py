@@ -30,6 +30,7 @@ CRASH_POINTS: dict[str, str] = {
     "relay.received": "the relay has received receipts; they are not committed",
     "relay.committed": "the receipts are committed; they are not acknowledged",
     "sweep.kept": "one cell of a sweep is stored; the next is not",
+    "harvest.planned": "the plan of a harvest is durable; the harvest is not planned yet",
     "harvest.written": "all shards of a unit are durable and reported; the unit does not count yet",
     "harvest.kept": "the unit counts; the next does not",
     "harvest.part": "the manifest of a part is durable; the part is not done yet",

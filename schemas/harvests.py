@@ -18,7 +18,7 @@ from .selectors import Hook
 from .specs import At, SitesSpec
 
 FORMAT = "midstream-harvest-1"
-MANIFEST, PLAN = "manifest.json", "plan.msgpack"
+MANIFEST = "manifest.json"
 
 Format = Literal["auto", "jsonl", "parquet", "arrow"]
 DocumentKind = Literal["text", "chat", "tokens"]
@@ -141,6 +141,13 @@ class Plan(Record, kw_only=True):
     @property
     def weight(self) -> int:
         return sum(unit.weight for unit in self.units)
+
+
+class PlanFile(Record, kw_only=True):
+    """The plan that counts: an object of the harvest's store."""
+
+    key: str
+    crc32: int
 
 
 class ShardFile(Record, omit_defaults=True, kw_only=True):

@@ -14,11 +14,12 @@ from ...schemas.harvest_work import HarvestPart
 from ...schemas.harvests import (
     OVER,
     HarvestPage,
-    HarvestSource,
     HarvestState,
     HarvestView,
+    Line,
     PartFile,
     Plan,
+    PlanFile,
     StoredHarvest,
     UnitEntry,
 )
@@ -36,15 +37,18 @@ PARTS_PER_WORKER = 2
 TRIES = 3
 #: Who advances a harvest holds it for so long at most; what it does may be repeated.
 LOCK_MS = 10_000
-#: Harvests in a page.
-PAGE = 200
 #: Refusals of a submission that time resolves.
 WAITS = {"rate_limited", "too_many_jobs", "capture_limit", "overloaded", "unavailable"}
+#: Why a harvest cannot be paused, resumed or cancelled.
+REFUSED = {"over": "has ended", "cancelling": "is being cancelled", "sealing": "has all its rows, and its manifest is being written"}
 #: Numbers of the parts that plan and seal.
 PLANS, SEALS = -1, -2
 
 Wanted = Literal["run", "pause", "cancel"]
 Kept = Literal["kept", "stale", "cancelling", "unknown"]
+Changed = Literal["changed", "unwanted", "sealing", "cancelling", "over", "gone"]
+#: In the record's specification in place of the request's lines, which lie apart until the harvest ends: listings do not read them.
+NO_LINES = [""]
 
 
 class Out(Record, kw_only=True):
@@ -87,11 +91,14 @@ class Harvests:
         limit, and overloaded if Redis is nearly full: nothing is accepted then.
         """
         key, body = idempotency or (None, None)
-        spec, settings = to_msgpack(harvest), self._ledger.settings
-        await self._ledger.check_room(len(spec))
+        lines, settings = harvest.source.lines, self._ledger.settings
+        packed = None if lines is None else to_msgpack(lines)
+        spec = to_msgpack(harvest if lines is None else _with_lines(harvest, NO_LINES))
+        size = len(spec) + len(packed or b"")
+        await self._ledger.check_room(size)
         arguments = scripts.pack(
-            settings, id=harvest.id, spec=spec, created=repr(harvest.created), tenant=harvest.tenant, idem=key, body=body,
-            limits=limits_of(settings),
+            settings, id=harvest.id, spec=spec, lines=packed, created=repr(harvest.created), tenant=harvest.tenant, idem=key,
+            body=body, limits=limits_of(settings),
         )  # fmt: skip
         outcome, harvest_id, *rest = scripts.text(await self._scripts.accept_harvest(args=arguments))
         if outcome == "refused":
@@ -99,16 +106,19 @@ class Harvests:
         if outcome == "mismatch":
             detail = f"this Idempotency-Key was used for {harvest_id} with a different body"
             raise MidstreamError("idempotency_mismatch", detail, field="Idempotency-Key")
-        self._ledger.took_room(len(spec))
+        self._ledger.took_room(size)
         await self._ledger.written()  # also of a repeat: whoever submitted it first may not have been told
         return harvest_id
 
     @reachable
     async def stored(self, harvest_id: str) -> StoredHarvest:
-        raw = await self._redis.hget(f"ms:harvest:{harvest_id}", "spec")
+        """With the lines of its request, as long as it has not ended. Raises not_found."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            raw, lines = await pipe.hget(f"ms:harvest:{harvest_id}", "spec").get(f"ms:harvest-lines:{harvest_id}").execute()
         if raw is None:
             raise not_found(harvest_id)
-        return from_msgpack(raw, StoredHarvest)
+        harvest = from_msgpack(raw, StoredHarvest)
+        return harvest if lines is None else _with_lines(harvest, from_msgpack(lines, list[Line]))
 
     @reachable
     async def view(self, harvest_id: str) -> HarvestView:
@@ -123,18 +133,12 @@ class Harvests:
     @reachable
     async def list(self, tenant: str | None, limit: int) -> HarvestPage:
         """The newest, of one tenant or of all."""
-        found: list_of_views = []
-        names = [name.decode() for name in await self._redis.zrevrange("ms:harvests", 0, -1)]
-        for start in range(0, len(names), PAGE):
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for name in names[start : start + PAGE]:
-                    pipe.hgetall(f"ms:harvest:{name}")
-                for record in await pipe.execute():
-                    if record and (tenant is None or record[b"tenant"].decode() == tenant):
-                        found.append(_view(_texts(record), []))
-            if len(found) >= limit:
-                break
-        return HarvestPage(harvests=found[:limit])
+        names = await self._redis.zrevrange("ms:harvests" if tenant is None else f"ms:harvests:{tenant}", 0, limit - 1)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.hgetall(f"ms:harvest:{name.decode()}")
+            records = await pipe.execute()
+        return HarvestPage(harvests=[_view(_texts(record), []) for record in records if record])
 
     @reachable
     async def live(self) -> "list_of_text":
@@ -145,17 +149,20 @@ class Harvests:
 
     @reachable
     async def ask(self, harvest_id: str, wanted: Wanted) -> HarvestView:
-        """Pause, resume or cancel. Raises not_found, and conflict for one that is over."""
-        view = await self.view(harvest_id)
-        if view.state in OVER:
-            raise MidstreamError("conflict", f"harvest {harvest_id} has ended: its state is {view.state}")
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(f"ms:harvest:{harvest_id}", "wanted", wanted)
-            pipe.hincrby(f"ms:harvest:{harvest_id}", "version", 1)
-            await pipe.execute()
+        """Pause, resume or cancel. Raises not_found, and conflict for one that has ended, is complete or is being cancelled."""
+        answer = await self._change(harvest_id, ask=wanted)
+        if answer == "gone":
+            raise not_found(harvest_id)
+        if answer != "changed":
+            raise MidstreamError("conflict", f"harvest {harvest_id} {REFUSED[answer]}: its state is {(await self.view(harvest_id)).state}")
         await self._ledger.written()
         await self.advance(harvest_id)
         return await self.view(harvest_id)
+
+    async def _change(self, harvest_id: str, **change: Any) -> Changed:
+        """See lua/change_harvest.lua."""
+        arguments = scripts.pack(self._ledger.settings, id=harvest_id, **{"set": {}, "once": {}, **change})
+        return cast(Changed, (await self._scripts.change_harvest(args=arguments)).decode())
 
     @reachable
     async def forget(self, harvest_id: str) -> None:
@@ -164,16 +171,29 @@ class Harvests:
 
     # ---- the worker's side --------------------------------------------------------------------------------------------
 
-    @reachable
-    async def planned(self, harvest_id: str, plan: Plan) -> None:
+    async def planned(self, job: Job, attempt: int, plan: Plan, file: PlanFile) -> Kept:
         """The plan is durable in the harvest's store."""
-        fields = {"units": len(plan.units), "parts": plan.parts, "weight": plan.weight, "planned": 1}
-        await self._redis.hset(f"ms:harvest:{harvest_id}", mapping=fields)
+        fields = {"units": len(plan.units), "parts": plan.parts, "weight": plan.weight, "plan": to_json(file).decode(), "planned": 1}
+        return await self._keep(job, attempt, set=fields)
+
+    async def closing(self, job: Job, attempt: int) -> Kept:
+        """The manifest is about to be written: from here on the harvest cannot be cancelled."""
+        return await self._keep(job, attempt, set={"closing": 1})
+
+    async def sealed(self, job: Job, attempt: int) -> Kept:
+        """The manifest is durable."""
+        return await self._keep(job, attempt, set={"sealed": 1})
 
     @reachable
-    async def sealed(self, harvest_id: str) -> None:
-        """The manifest is durable."""
-        await self._redis.hset(f"ms:harvest:{harvest_id}", "sealed", 1)
+    async def plan(self, harvest_id: str) -> PlanFile:
+        """Where the plan is that counts. Raises conflict for a harvest that another version has planned, and not_found."""
+        planned, file = await self._redis.hmget(f"ms:harvest:{harvest_id}", "planned", "plan")
+        if planned is None:
+            raise not_found(harvest_id)
+        if file is None:
+            detail = "it was planned by a version that did not record what its source held: submit it again"
+            raise MidstreamError("conflict", f"harvest {harvest_id} cannot go on: {detail}")
+        return from_json(file, PlanFile)
 
     @reachable
     async def units(self, part: HarvestPart) -> dict[int, UnitEntry]:
@@ -195,32 +215,27 @@ class Harvests:
             "units_done": 1, "weight_done": weight, "documents": entry.documents, "tokens": entry.tokens + entry.generated,
             "rows": entry.rows, "bytes": entry.bytes, "shards": len(entry.shards),
         }  # fmt: skip
-        return await self._keep(job, attempt, entry.unit, to_msgpack(entry), counts, requests, ranks, stages)
+        return await self._keep(
+            job, attempt, unit=str(entry.unit), record=to_msgpack(entry), counts=counts, requests=list(requests), ranks=ranks, stages=stages
+        )
 
     async def keep_part(self, job: Job, attempt: int, file: PartFile) -> Kept:
         """Record that the part's manifest is durable, and drop its units."""
-        return await self._keep(job, attempt, None, to_json(file), {"parts_done": 1}, [], 0, 0)
+        return await self._keep(job, attempt, record=to_json(file), counts={"parts_done": 1})
+
+    async def trouble(self, job: Job, attempt: int, reason: str) -> Kept:
+        """Why a worker waits: shown until a unit is kept. The harvest can be cancelled meanwhile."""
+        return await self._keep(job, attempt, set={"trouble": reason}, clear=["closing"])
 
     @reachable
-    async def _keep(
-        self, job: Job, attempt: int, unit: int | None, record: bytes, counts: Mapping[str, int], requests: Sequence[int],
-        ranks: int, stages: int,
-    ) -> Kept:  # fmt: skip
+    async def _keep(self, job: Job, attempt: int, **report: Any) -> Kept:
+        """See lua/keep_harvest.lua."""
         assert job.harvest is not None
         arguments = scripts.pack(
             self._ledger.settings, id=job.id, attempt=attempt, harvest=job.harvest.harvest, part=job.harvest.part,
-            unit=False if unit is None else str(unit), record=record, counts=counts, requests=list(requests),
-            ranks=ranks, stages=stages,
+            **{"set": {}, "clear": [], **report},
         )  # fmt: skip
         return cast(Kept, (await self._scripts.keep_harvest(args=arguments)).decode())
-
-    @reachable
-    async def trouble(self, harvest_id: str, reason: str) -> None:
-        """Why a worker waits: shown until a unit is kept."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(f"ms:harvest:{harvest_id}", "trouble", reason)
-            pipe.hincrby(f"ms:harvest:{harvest_id}", "version", 1)
-            await pipe.execute()
 
     # ---- going on ------------------------------------------------------------------------------------------------------
 
@@ -253,6 +268,9 @@ class Harvests:
             await self._redis.srem("ms:harvests-live", harvest_id)
             return
         harvest = from_msgpack(cast(bytes, record["spec"]), StoredHarvest)
+        if record.get("sealed"):
+            await self._end(harvest_id, "succeeded", None)
+            return
         out, again, problem = await self._look(harvest_id)
         wanted = record["wanted"]
         if wanted != "run" or problem is not None:
@@ -262,9 +280,6 @@ class Harvests:
                     await self._end(harvest_id, "failed" if problem is not None else "cancelled", problem)
             else:
                 await self._show(harvest_id, record, "paused", "paused by the user" if not running else "pausing")
-            return
-        if record.get("sealed"):
-            await self._end(harvest_id, "succeeded", None)
             return
         parts, done = int(record.get("parts", 0)), int(record.get("parts_done", 0))
         state: HarvestState = "planning" if not record.get("planned") else "running" if done < parts else "sealing"
@@ -316,10 +331,10 @@ class Harvests:
                     return error.detail
                 if error.kind != "conflict":  # of another that advanced it at the same time: the job is there
                     raise
-            await self._redis.hset(f"ms:harvest-out:{harvest.id}", part.part, to_json(each))
-            if part.part >= 0:
-                await self._redis.hsetnx(f"ms:harvest:{harvest.id}", "started", repr(now()))
-                await self._redis.sadd(f"ms:harvest-begun:{harvest.id}", part.part)
+            once = {"started": repr(now())} if part.part >= 0 else {}
+            if await self._change(harvest.id, wanted="run", once=once, part=part.part, out=to_json(each)) != "changed":
+                await self._stop(each)  # it was paused or cancelled meanwhile
+                return ""
         return ""
 
     async def _begun(self, harvest_id: str) -> int:
@@ -364,31 +379,13 @@ class Harvests:
             fields["paused_at"] = repr(at)
         elif state != "paused" and record["state"] == "paused":
             fields["paused_s"] = repr(float(record.get("paused_s", 0)) + at - float(record.get("paused_at", at)))
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(f"ms:harvest:{harvest_id}", mapping=fields).hincrby(f"ms:harvest:{harvest_id}", "version", 1)
-            await pipe.execute()
+        await self._change(harvest_id, wanted=record["wanted"], set=fields)
 
     async def _end(self, harvest_id: str, state: HarvestState, problem: Problem | None) -> None:
         """The record stays until its files are deleted, without the lines of the request."""
-        name, harvest = f"ms:harvest:{harvest_id}", await self.stored(harvest_id)
-        if harvest.source.lines is not None:
-            harvest = msgspec.structs.replace(harvest, source=HarvestSource(lines=[""]))
-        fields: dict[str, Any] = {"state": state, "finished": repr(now()), "reason": "", "spec": to_msgpack(harvest)}
-        if problem is not None:
-            fields["error"] = to_json(problem)
-        parts, done = int(await self._redis.hget(name, "parts") or 0), await self._redis.hkeys(f"ms:harvest-done:{harvest_id}")
-        left = [f"ms:harvest-units:{harvest_id}:{part}" for part in set(range(parts)) - set(map(int, done))]
-        async with self._redis.pipeline(transaction=True) as pipe:
-            for each in left:
-                pipe.delete(each)
-            pipe.hset(name, mapping=fields).hdel(name, "trouble").hincrby(name, "version", 1)
-            pipe.delete(f"ms:harvest-out:{harvest_id}", f"ms:harvest-begun:{harvest_id}")
-            pipe.expire(f"ms:harvest-done:{harvest_id}", 2 * self._ledger.settings.result_ttl_s)  # a seal may be run again
-            pipe.srem("ms:harvests-live", harvest_id).srem(f"ms:harvests-open:{harvest.tenant}", harvest_id)
-            await pipe.execute()
+        await self._change(harvest_id, finish=state, error=None if problem is None else to_json(problem))
 
 
-list_of_views = list[HarvestView]
 list_of_text = list[str]
 list_of_out = list[Out]
 
@@ -398,6 +395,10 @@ def _job(harvest: StoredHarvest, out: Out) -> Job:
         id=out.job, kind="harvest", model=harvest.model, prompts=[], sampling=Sampling(max_tokens=1), created=now(), harvest=out.part,
         tenant=harvest.tenant, key=harvest.key, priority=harvest.priority, metadata={"harvest": harvest.id},
     )  # fmt: skip
+
+
+def _with_lines(harvest: StoredHarvest, lines: Sequence[Line]) -> StoredHarvest:
+    return msgspec.structs.replace(harvest, source=msgspec.structs.replace(harvest.source, lines=list(lines)))
 
 
 def _texts(record: Mapping[bytes, bytes]) -> dict[str, Any]:
@@ -410,6 +411,8 @@ def _view(record: Mapping[str, Any], jobs: "list_of_text") -> HarvestView:
     state, reason = cast(HarvestState, record["state"]), record.get("reason", "")
     if state == "running" and record.get("trouble"):
         state, reason = "paused", record["trouble"]
+    if record["wanted"] == "cancel" and state not in OVER:
+        reason = "being cancelled"
     numbers = {
         name: int(record.get(name, 0)) for name in ("units", "units_done", "documents", "tokens", "rows", "bytes", "shards", "version")
     }

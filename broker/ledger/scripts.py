@@ -16,6 +16,7 @@ import msgspec
 
 from ...schemas.base import now, to_json, to_msgpack
 from ...schemas.errors import STATUS_OF_KIND, MidstreamError
+from ...schemas.harvests import OVER
 from ...schemas.jobs import TERMINAL, TRANSITIONS, Job, State
 from ...schemas.keys import unscoped
 from ...schemas.limits import MAX_COUNT, MAX_PROBES, MAX_WATCHING
@@ -52,7 +53,7 @@ NAMES = (
     "submit", "claim", "store", "fail", "cancel", "cancelled", "release", "release_boots", "renew", "emit",
     "settle", "lost", "sweep", "look_again", "forget_captures", "removed_captures", "desync",
     "propose", "commit", "abort", "put_module", "delete_module", "delete_run", "keep_units", "top_up", "recount", "recounted",
-    "accept_harvest", "keep_harvest", "forget_harvest", "list_modules", "forget_workers", "put_probe", "delete_probe",
+    "accept_harvest", "keep_harvest", "change_harvest", "forget_harvest", "list_modules", "forget_workers", "put_probe", "delete_probe",
 )  # fmt: skip
 
 #: Included at the start of every script, in this order.
@@ -104,6 +105,7 @@ def _tables() -> str:
             f"local VERSION = {_lua(__version__)}",
             f"local ALLOWED = {_lua(allowed)}",
             f"local TERMINAL = {_lua(dict.fromkeys(TERMINAL, True))}",
+            f"local OVER = {_lua(dict.fromkeys(OVER, True))}",  # states of harvests
             f"local STAMP = {_lua(STAMP)}",
             f"local function PROBLEMS() return {_lua(problems)} end",  # built only when a job fails
             f"local STEPS = {_lua(STEPS)}",

@@ -7,6 +7,7 @@ import msgspec
 from ...schemas.base import from_msgpack, now, to_msgpack
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.keys import Limits, Tenant, TenantView, Usage
+from ...schemas.limits import MAX_HARVESTS_KEPT
 from ...schemas.settings import Settings
 
 #: name → packed `Tenant`, of tenants with limits of their own.
@@ -27,6 +28,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "sweep_cells": ("too_many_cells", "cells of tenant {tenant}'s sweeps, waiting or running: {used}; cells of this sweep: {more}"),
     "sweep_cells_waiting": ("too_many_cells", "cells of other sweeps, waiting or running: {used}; cells of this sweep: {more}"),
     "harvests": ("too_many_harvests", "harvests of tenant {tenant} that have not ended: {used}; the limit is {allowed}"),
+    "harvests_kept": ("too_many_harvests", "harvests of tenant {tenant} that are kept: {used}; the limit is {allowed}"),
     "capture_mib": ("capture_limit", "the captures and harvests of tenant {tenant} use {used} MiB; the limit is {allowed} MiB"),
     "modules": ("module_limit", "named modules of tenant {tenant}: {used}; the limit is {allowed}"),
     "module_mib": ("module_limit", "with this module of {more} MiB, tenant {tenant} exceeds its limit of {allowed} MiB of named modules"),
@@ -36,6 +38,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
 ALLOWED: dict[str, str] = {
     "sweep_cells": "{allowed} in total: retry when some have finished, or request fewer cells",
     "sweep_cells_waiting": "{allowed} in total (setting sweep_cells_waiting): retry when some have finished, or request fewer cells",
+    "harvests_kept": "delete some that have ended (DELETE /v1/harvests/<harvest>)",
     "capture_mib": "delete some (DELETE /v1/captures/<job>, DELETE /v1/harvests/<harvest>)",
     "modules": "delete some (DELETE /v1/steering/modules/<name>)",
     "module_mib": "delete some (DELETE /v1/steering/modules/<name>), or use smaller ones",
@@ -54,8 +57,13 @@ MIB = 1 << 20
 def limits_of(settings: Settings) -> dict[str, int]:
     """Default limits of tenants, and limits over all tenants; 0 means no limit."""
     own: dict[str, int] = {name: getattr(settings, f"limit_{name}") for name in DEFAULTED}
-    full = round(100 * settings.redis_fill_limit)
-    return {**own, "queue_limit": settings.queue_limit, "sweep_cells_waiting": settings.sweep_cells_waiting, "redis_fill": full}
+    return {
+        **own,
+        "queue_limit": settings.queue_limit,
+        "sweep_cells_waiting": settings.sweep_cells_waiting,
+        "redis_fill": round(100 * settings.redis_fill_limit),
+        "harvests_kept": MAX_HARVESTS_KEPT,
+    }
 
 
 def refusal(tenant: str, name: str, used: int, allowed: int, more: int, retry_after: float | None) -> MidstreamError:

@@ -86,7 +86,7 @@ def test_a_killed_worker_costs_no_row_and_doubles_none(service: Stack, client: C
     done = client.wait_harvest(view, timeout=240)
     assert verify(done.uri).faults == []
     check_close(open(done.uri), whole)
-    assert {path.name for path in Path(done.uri).iterdir()} == {"manifest.json", "plan.msgpack", "parts", "shards"}
+    assert {path.name for path in Path(done.uri).iterdir()} == {"manifest.json", "plans", "parts", "shards"}
 
 
 def test_scaled_rows_of_the_real_model_are_close(client: Client, whole: Harvest) -> None:

@@ -45,7 +45,8 @@ def checked(uri: str) -> Harvest:
     assert found.faults == []
     harvest = open(uri)
     named = {file.key for shard in harvest.shards for file in shard.entry.files} | {part.key for part in harvest.manifest.parts}
-    assert objects(harvest.store) == named | {"manifest.json", "plan.msgpack"}
+    (plan,) = harvest.store.children("plans/")
+    assert objects(harvest.store) == named | {"manifest.json", plan}
     return harvest
 
 

@@ -13,6 +13,7 @@ from harvest_rig import stored, work
 from sweep_rig import Rig
 from tenant_kit import ADMIN, Caller, asking, bearer
 
+from midstream.broker.ledger import tenants
 from midstream.broker.ledger.harvests import Harvests
 from midstream.broker.ledger.scripts import Scripts
 from midstream.broker.ledger.usage_reconciliation import UsageReconciliation
@@ -57,6 +58,56 @@ def test_one_key_names_one_harvest_however_often_it_is_sent(redis_url: str, tmp_
         sent = [harvests.submit(stored(rig, ["one"], SITES), ("key", "body")) for _ in range(40)]
         assert len(set(await asyncio.gather(*sent))) == 1
         assert len(await harvests.live()) == len((await harvests.list(None, 100)).harvests) == 1
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_a_key_names_its_harvest_as_long_as_the_record_is_kept(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        harvests = Harvests(rig.ledger)
+        first = await harvests.submit(stored(rig, ["one"], SITES), ("key", "body"))
+        assert await rig.ledger.redis.ttl("ms:idem:key") == -1
+        await harvests.ask(first, "cancel")
+        await harvests.advance(first)
+        assert await harvests.submit(stored(rig, ["one"], SITES), ("key", "body")) == first
+        assert (await harvests.view(first)).state == "cancelled"
+        await harvests.forget(first)
+        assert not await rig.ledger.redis.exists("ms:idem:key")
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_a_tenant_keeps_no_more_records_than_the_limit(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants, "MAX_HARVESTS_KEPT", 2)
+
+    async def scenario(rig: Rig) -> None:
+        harvests = Harvests(rig.ledger)
+        made = [await harvests.submit(stored(rig, ["one"], SITES)) for _ in range(2)]
+        for harvest_id in made:
+            await harvests.ask(harvest_id, "cancel")
+            await harvests.advance(harvest_id)
+        with pytest.raises(MidstreamError, match="kept: 2; the limit is 2") as refused:
+            await harvests.submit(stored(rig, ["one"], SITES))
+        assert refused.value.kind == "too_many_harvests"
+        await harvests.submit(stored(rig, ["one"], SITES, tenant="another"))
+        await harvests.forget(made[0])
+        await harvests.submit(stored(rig, ["one"], SITES))
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_listings_do_not_read_the_lines_of_harvests(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        harvests = Harvests(rig.ledger)
+        ours = await harvests.submit(stored(rig, DOCUMENTS, SITES))
+        theirs = await harvests.submit(stored(rig, DOCUMENTS, SITES, tenant="another"))
+        assert await rig.ledger.redis.memory_usage(f"ms:harvest:{ours}") < 2000
+        assert (await harvests.stored(ours)).source.lines == DOCUMENTS
+        assert [view.id for view in (await harvests.list("default", 10)).harvests] == [ours]
+        assert [view.id for view in (await harvests.list(None, 10)).harvests] == [theirs, ours]
+        await rig.ledger.redis.delete("ms:harvests:default")  # as a former version left it
+        await counted_anew(rig)
+        assert [view.id for view in (await harvests.list("default", 10)).harvests] == [ours]
 
     Rig(redis_url, tmp_path)(scenario)
 

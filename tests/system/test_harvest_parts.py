@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import redis
 import s3_kit
 from harvest_kit import check_equal, check_rows, checked, texts
 from harvest_rig import stored, work
@@ -230,6 +231,116 @@ def test_what_a_cancelled_harvest_had_kept_is_dropped(redis_url: str, tmp_path: 
         assert await rig.ledger.redis.keys(f"ms:harvest-units:{harvest.id}:*")
         assert (await harvests.ask(harvest.id, "cancel")).state == "cancelled"
         assert not await rig.ledger.redis.keys(f"ms:harvest-units:{harvest.id}:*")
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_an_accepted_cancel_is_final(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        harvests = Harvests(rig.ledger)
+        async with rig.worker(fake_token_s=0.005, max_num_seqs=2) as runs:
+            harvest = await submitted(rig)
+            await work(rig, runs, harvest.id, parts=1)
+            (job, *_) = (await harvests.view(harvest.id)).jobs
+            running = asyncio.create_task(runs.run_part(job))
+            while (await harvests.view(harvest.id)).units_done < 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            view = await harvests.ask(harvest.id, "cancel")
+            assert (view.state, view.reason) == ("running", "being cancelled")
+            for wanted in ("run", "pause"):
+                with pytest.raises(MidstreamError, match="is being cancelled"):
+                    await harvests.ask(harvest.id, wanted)
+            assert await asyncio.wait_for(running, 10) is AttemptOutcome.CANCELLED  # its next unit is not kept: nobody has to tell it
+            await harvests.advance(harvest.id)
+            ended = await harvests.view(harvest.id)
+            assert (ended.state, ended.units_done) == ("cancelled", view.units_done)
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_a_cancel_while_a_harvest_is_sealed_leaves_no_manifest(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seal = serving.HarvestAttempt._manifest
+
+    def cancelled_meanwhile(self: Any, harvest: StoredHarvest, *rest: Any) -> Any:
+        with redis.Redis.from_url(redis_url) as client:
+            client.hset(f"ms:harvest:{harvest.id}", "wanted", "cancel")
+        return seal(self, harvest, *rest)
+
+    monkeypatch.setattr(serving.HarvestAttempt, "_manifest", cancelled_meanwhile)
+
+    async def scenario(rig: Rig) -> None:
+        harvest, view = await harvested(rig, DOCUMENTS[:20])
+        assert view.state == "cancelled"
+        assert not (Path(harvest.uri) / "manifest.json").exists()
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_a_harvest_whose_manifest_is_being_written_is_not_cancelled(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        harvests = Harvests(rig.ledger)
+        harvest = await submitted(rig, DOCUMENTS[:20])
+        await rig.ledger.redis.hset(f"ms:harvest:{harvest.id}", "closing", 1)
+        for wanted in ("cancel", "pause"):
+            with pytest.raises(MidstreamError, match="its manifest is being written"):
+                await harvests.ask(harvest.id, wanted)
+        async with rig.worker() as runs:
+            assert (await work(rig, runs, harvest.id)).state == "succeeded"
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_a_part_does_not_recreate_the_record_of_a_deleted_harvest(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    plan = serving.HarvestSource.plan
+
+    def deleted_meanwhile(self: Any) -> Any:
+        with redis.Redis.from_url(redis_url) as client:
+            client.delete(f"ms:harvest:{self._harvest.id}")
+        return plan(self)
+
+    monkeypatch.setattr(serving.HarvestSource, "plan", deleted_meanwhile)
+
+    async def scenario(rig: Rig) -> None:
+        async with rig.worker() as runs:
+            harvest = await submitted(rig)
+            (job,) = (await Harvests(rig.ledger).view(harvest.id)).jobs
+            assert await runs.run_part(job) is AttemptOutcome.CANCELLED
+        assert not await rig.ledger.redis.exists(f"ms:harvest:{harvest.id}")
+        assert (await rig.ledger.view(job)).state == "cancelled"
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_a_submission_that_comes_late_does_not_put_a_part_out(redis_url: str, tmp_path: Path) -> None:
+    """Another process has cancelled the harvest since this one read its record."""
+
+    async def scenario(rig: Rig) -> None:
+        harvests = Harvests(rig.ledger)
+        harvest = stored(rig, ["one"], SITES)
+        await harvests.submit(harvest)
+        await harvests.ask(harvest.id, "cancel")
+        record: dict[str, Any] = {"state": "planning", "wanted": "run"}
+        await harvests._submit(harvest, record, "planning", [], {})
+        await harvests._show(harvest.id, record, "running", "")
+        assert (await harvests.view(harvest.id)).state == "cancelled"
+        assert not await rig.ledger.redis.exists(f"ms:harvest-out:{harvest.id}", f"ms:harvest-begun:{harvest.id}")
+        assert {job.state for job in (await rig.ledger.list(limit=9)).jobs} == {"aborted"}
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_a_harvest_planned_by_an_earlier_version_fails_and_says_so(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        async with rig.worker() as runs:
+            harvest = await submitted(rig)
+            await work(rig, runs, harvest.id, parts=1)
+            await rig.ledger.redis.hdel(f"ms:harvest:{harvest.id}", "plan")
+            view = await work(rig, runs, harvest.id)
+        assert view.error is not None
+        assert (view.state, view.error.status) == ("failed", 409)
+        assert "submit it again" in view.error.detail
 
     Rig(redis_url, tmp_path)(scenario)
 

@@ -10,6 +10,8 @@ from typing import cast
 
 import pytest
 import redis
+from celery import Celery
+from celery.app.trace import trace_task
 from celery.events.receiver import EventReceiver
 from celery.events.state import State as Events
 from celery.events.state import Task
@@ -239,3 +241,25 @@ def test_one_unreportable_task_end_does_not_block_others(redis_url: str, monkeyp
         while not told and time.monotonic() < until:
             time.sleep(0.02)
     assert told == [State.FAILED]
+
+
+def test_a_part_that_is_put_back_is_rejected_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    app = Celery("test", broker="memory://", set_as_current=False)
+    rejected: list[bool] = []
+
+    @app.task(name="part")
+    def part(job_id: str) -> None:
+        raise task_states.PutBack("put back")
+
+    message = app.amqp.as_task_v2("id", "part", args=("job",))
+    headers = {**message.headers, "id": "id", "task": "part"}
+    request = task_states.JobRequest(
+        SimpleNamespace(headers=headers, body=message.body, delivery_info={}, properties={}, payload=message.body), app=app, task=part,
+        on_reject=lambda _logger, _errors, requeue: rejected.append(requeue), on_ack=lambda *_: rejected.append(False), decoded=True,
+        headers=headers, body=message.body, connection_errors=(), eventer=None,
+    )  # fmt: skip
+    with caplog.at_level("INFO"):
+        assert trace_task(part, "id", ("job",), {}, request={"id": "id"}, app=app).info is not None
+    request.on_failure(SimpleNamespace(exception=task_states.PutBack("put back"), traceback=""))
+    assert rejected == [True]
+    assert [record.levelname for record in caplog.records] == ["INFO"]

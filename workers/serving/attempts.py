@@ -5,6 +5,7 @@ lost its lease says nothing any more: its attempt is fenced.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -376,6 +377,8 @@ class Attempts:
     async def _abandon(self, attempt: Attempt, ending: AttemptOutcome) -> AttemptOutcome:
         """Stop the attempt in the engine, and say in the ledger what follows from it."""
         attempt.closed = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)  # a task that stopped itself is cancelled at its next await, whatever `uncancel` says
         while attempt.task.cancelling():
             attempt.task.uncancel()
         logger.info("job %s attempt %d stops: %s", attempt.job.id, attempt.number, ending)

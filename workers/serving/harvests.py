@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 from ...broker.ledger.harvests import Harvests, Kept
@@ -22,11 +22,11 @@ from ...schemas.harvest_work import HARVEST, WRITE_FAILED, HarvestPlace
 from ...schemas.harvests import (
     FORMAT,
     MANIFEST,
-    PLAN,
     HarvestManifest,
     PartFile,
     PartManifest,
     Plan,
+    PlanFile,
     PlannedUnit,
     ShardEntry,
     ShardFile,
@@ -54,7 +54,7 @@ POLL_S, POLL_REQUESTS = 0.05, 256
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 #: A shard may take so many times `capture_timeout_s` from its last token: it is written as a whole.
 WRITE_PATIENCE = 10
-SHARDS, PARTS = "shards", "parts"
+SHARDS, PARTS, PLANS = "shards", "parts", "plans"
 
 
 class StoreAway(Exception):
@@ -98,23 +98,44 @@ class HarvestAttempt:
 
     async def _plan(self, harvest: StoredHarvest, store: ArtifactStore, source: HarvestSource) -> None:
         plan = await asyncio.to_thread(source.plan)
-        await self._put(harvest, store, PLAN, to_msgpack(plan))
-        await patiently(lambda: self._harvests.planned(harvest.id, plan), f"plan of {harvest.id}")
+        job, attempt = self._attempt.job, self._attempt.number
+        key = f"{PLANS}/{job.id}.a{attempt}.msgpack"
+        file = PlanFile(key=key, crc32=await self._put(harvest, store, key, to_msgpack(plan)))
+        crash_point("harvest.planned")
+        self._check(await patiently(lambda: self._harvests.planned(job, attempt, plan, file), f"plan of {harvest.id}"))
 
     async def _seal(self, harvest: StoredHarvest, store: ArtifactStore) -> None:
         done = await patiently(lambda: self._harvests.done(harvest.id), f"parts of {harvest.id}")
-        plan = await asyncio.to_thread(_read_plan, store)
+        file, plan = await self._read_plan(harvest, store)
         if len(done) != plan.parts:
             raise MidstreamError("internal", f"{len(done)} of {plan.parts} parts are recorded: nothing is removed")
-        manifest = await asyncio.to_thread(self._manifest, harvest, store, [done[part] for part in sorted(done)])
+        manifest = await asyncio.to_thread(self._manifest, harvest, store, [done[part] for part in sorted(done)], plan, file)
         crash_point("harvest.sealing")
-        await self._put(harvest, store, MANIFEST, to_json(manifest))
-        await patiently(lambda: self._harvests.sealed(harvest.id), f"end of {harvest.id}")
+        job, attempt = self._attempt.job, self._attempt.number
 
-    def _manifest(self, harvest: StoredHarvest, store: ArtifactStore, parts: Sequence[PartFile]) -> HarvestManifest:
+        async def close() -> None:
+            self._check(await patiently(lambda: self._harvests.closing(job, attempt), f"end of {harvest.id}"))
+
+        await self._put(harvest, store, MANIFEST, to_json(manifest), close)
+        self._check(await patiently(lambda: self._harvests.sealed(job, attempt), f"end of {harvest.id}"))
+
+    async def _read_plan(self, harvest: StoredHarvest, store: ArtifactStore) -> tuple[PlanFile, Plan]:
+        file = await patiently(lambda: self._harvests.plan(harvest.id), f"plan of {harvest.id}")
+
+        def read() -> Plan:
+            with store.open(file.key) as handle:
+                if checksum(handle) != file.crc32:
+                    raise MidstreamError("capture_damaged", f"{file.key} is not what was written: its CRC32 differs")
+                return from_msgpack(handle.read(0, handle.size), Plan)
+
+        return file, await asyncio.to_thread(read)
+
+    def _manifest(
+        self, harvest: StoredHarvest, store: ArtifactStore, parts: Sequence[PartFile], plan: Plan, file: PlanFile
+    ) -> HarvestManifest:
         """What the parts add up to; removes what is in none of them."""
         units: list[UnitEntry] = []
-        named = {part.key for part in parts}
+        named = {part.key for part in parts} | {file.key}
         for part in parts:
             with store.open(part.key) as handle:
                 if checksum(handle) != part.crc32:
@@ -122,7 +143,7 @@ class HarvestAttempt:
                 units += from_json(handle.read(0, handle.size), PartManifest).units
         named |= {file.key for unit in units for shard in unit.shards for file in shard.files}
         folders = store.children(f"{SHARDS}/")
-        for key in itertools.chain(store.children(f"{PARTS}/"), *map(store.children, folders)):
+        for key in itertools.chain(*map(store.children, (f"{PARTS}/", f"{PLANS}/", *folders))):
             if key not in named:
                 logger.info("removing %s: of an attempt that does not count", key)
                 store.delete(key)
@@ -141,8 +162,10 @@ class HarvestAttempt:
             metadata=harvest.metadata,
         )  # fmt: skip
 
-    async def _put(self, harvest: StoredHarvest, store: ArtifactStore, key: str, data: bytes) -> int:
-        """Make `data` an object, as soon as the store takes it; its CRC32."""
+    async def _put(
+        self, harvest: StoredHarvest, store: ArtifactStore, key: str, data: bytes, before: Callable[[], Awaitable[None]] | None = None
+    ) -> int:
+        """Make `data` an object, as soon as the store takes it; its CRC32. `before`: awaited before each try."""
 
         def write() -> int:
             store.prepare()
@@ -158,6 +181,8 @@ class HarvestAttempt:
 
         pause = PAUSE_S
         while True:
+            if before is not None:
+                await before()
             try:
                 return await asyncio.to_thread(write)
             except OSError as error:
@@ -167,7 +192,8 @@ class HarvestAttempt:
         """Show the reason and wait; how long the next wait is."""
         logger.warning("harvest %s waits for its store: %s", harvest.id, reason)
         metrics.HARVEST_WAITS.labels(harvest.model).inc()
-        await patiently(lambda: self._harvests.trouble(harvest.id, reason), f"trouble of {harvest.id}")
+        job, attempt = self._attempt.job, self._attempt.number
+        self._check(await patiently(lambda: self._harvests.trouble(job, attempt, reason), f"trouble of {harvest.id}"))
         await asyncio.sleep(pause)
         self._attempt.check()
         return min(LONGEST_PAUSE_S, 2 * pause)
@@ -182,7 +208,7 @@ class HarvestAttempt:
         if self._part.part in await patiently(lambda: self._harvests.done(harvest.id), f"parts of {harvest.id}"):
             return
         kept = await patiently(lambda: self._harvests.units(self._part), f"units of {harvest.id}")
-        plan = await asyncio.to_thread(_read_plan, store)
+        _, plan = await self._read_plan(harvest, store)
         bos, eos = source.special("bos_token"), source.special("eos_token")
         await self._engine.hold_vectors(steering.tensors, self._fetch)
         try:
@@ -348,11 +374,6 @@ class HarvestAttempt:
         if failed:
             raise StoreAway(failed[0].message.partition(WRITE_FAILED)[2])
         return receipts
-
-
-def _read_plan(store: ArtifactStore) -> Plan:
-    with store.open(PLAN) as handle:
-        return from_msgpack(handle.read(0, handle.size), Plan)
 
 
 def _cut_unit(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import redis
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore
 from celery.worker.request import Request
 
 from ...broker.ops import redis_open
@@ -39,11 +39,12 @@ class Settling(Ignore):
     """The message is done; the job is not: its receipts, or another attempt, will end it."""
 
 
-class PutBack(Reject):
-    """The message goes back to the queue."""
+class PutBack(Ignore):
+    """The message goes back to the queue. (Not Celery's `Reject`, which it logs as a warning with a traceback.)"""
 
     def __init__(self, why: str):
-        super().__init__(why, requeue=True)
+        super().__init__(why)
+        self.why = why
 
 
 class JobRequest(Request):
@@ -54,11 +55,13 @@ class JobRequest(Request):
         error = getattr(error, "exc", error)  # Celery wraps what comes with a traceback
         if isinstance(error, Told) and error.state not in (None, State.QUEUED):
             return self.tell(error.state, None)  # acknowledges
+        if isinstance(error, PutBack):
+            self.reject(requeue=True)  # what follows acknowledges it no more
         done = super().on_failure(exc_info, send_failed_event, return_ok)
         if isinstance(error, Settling):
             self.task.app.settlements.wait_for(self)
         elif isinstance(error, PutBack):
-            self.send_event("task-retried", exception=str(error.reason), traceback="")
+            self.send_event("task-retried", exception=error.why, traceback="")
         elif isinstance(error, Told) and error.state is State.QUEUED:
             self.tell(State.QUEUED, None)
         return done

@@ -1,17 +1,22 @@
--- Record a unit of a harvest, or that a part is done, for an attempt that is current. A unit's shards are durable by now, and count once.
--- args: id, attempt (of the part's job), harvest, part, unit (its number; false: the part is done), record (packed unit, or the part's
---       file as JSON), counts (name -> what to add), requests (whose receipts were read), ranks, stages
+-- Record what a part of a harvest reports, for an attempt that is current: a unit whose shards are durable, which counts once; that the
+-- part is done; or fields of the record. Nothing is recorded once the harvest has ended or is to be cancelled.
+-- args: id, attempt (of the part's job), harvest, part, unit (its number), record (packed unit; without a unit: the done part's file as
+--       JSON), set (field -> value), clear (fields), counts (name -> what to add), requests (whose receipts were read), ranks, stages
 -- returns 'unknown' | 'stale' | 'cancelling' | 'kept'
 local id, record = args.id, key('harvest', args.harvest)
 local job, why = job_of(id, args.attempt)
-if not job or redis.call('EXISTS', record) == 0 then
-  return job and 'unknown' or why
+if not job then
+  return why
+end
+local state, wanted, tenant = unpack(redis.call('HMGET', record, 'state', 'wanted', 'tenant'))
+if not state or OVER[state] or wanted == 'cancel' then
+  move(job, 'cancelling') -- no other attempt follows
 end
 if job.state == 'cancelling' then
   return 'cancelling'
 end
 local units = key('harvest-units', args.harvest .. ':' .. args.part)
-local new
+local new = false
 if args.unit then
   new = redis.call('HSETNX', units, args.unit, args.record) == 1
   for _, request in ipairs(args.requests) do
@@ -22,7 +27,7 @@ if args.unit then
       redis.call('HDEL', key('agree', id), request .. '/' .. stage)
     end
   end
-else
+elseif args.record then
   new = redis.call('HSETNX', key('harvest-done', args.harvest), args.part, args.record) == 1
   redis.call('DEL', units)
 end
@@ -30,8 +35,14 @@ if new then
   for name, more in pairs(args.counts) do
     redis.call('HINCRBY', record, name, more)
   end
-  tally(record, redis.call('HGET', record, 'tenant'), 'bytes', args.counts.bytes or 0)
+  tally(record, tenant, 'bytes', args.counts.bytes or 0)
   redis.call('HDEL', record, 'trouble')
-  redis.call('HINCRBY', record, 'version', 1)
 end
+for name, value in pairs(args.set) do
+  redis.call('HSET', record, name, value)
+end
+for _, name in ipairs(args.clear) do
+  redis.call('HDEL', record, name)
+end
+redis.call('HINCRBY', record, 'version', 1)
 return 'kept'

@@ -48,16 +48,17 @@ function look.captures(id)
     add(tenant, 'bytes', tonumber(bytes))
   end
 end
-function look.harvests(id)
+function look.harvests(id, created)
   local tenant, bytes = unpack(redis.call('HMGET', key('harvest', id), 'tenant', 'bytes'))
   if tenant and redis.call('SADD', SEEN, key('harvest', id)) == 1 then
     add(tenant, 'bytes', tonumber(bytes) or 0)
+    redis.call('ZADD', key('harvests', tenant), created, id) -- also those of versions that had no lists of tenants
   end
 end
 
 local found = redis.call('ZSCAN', 'ms:' .. which, cursor, 'COUNT', args.many)
 for at = 1, #found[2], 2 do
-  look[which](found[2][at])
+  look[which](found[2][at], found[2][at + 1])
 end
 for field, by in pairs(is) do
   redis.call('HINCRBY', RECOUNT, field, by)
