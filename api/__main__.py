@@ -11,7 +11,7 @@ from types import FrameType
 import uvicorn
 
 from ..broker.artifacts import fitness
-from ..broker.ledger.keys import any_key
+from ..broker.ledger import keys
 from ..broker.ops import logs, metrics_server, redis_durability, traces
 from ..broker.ops.hosts import named
 from ..schemas import faults
@@ -19,7 +19,6 @@ from ..schemas.errors import MidstreamError
 from ..schemas.settings import Settings, SettingsError, asks_for_keys, is_loopback, load_settings
 from . import openapi
 from .app import make_app
-from .web import auth
 from .web.connections import Connections
 from .web.middleware import App
 
@@ -114,7 +113,7 @@ def serve(settings: Settings) -> None:
     """Until SIGTERM or SIGINT."""
     if not settings.redis_url:
         raise SettingsError("MIDSTREAM_REDIS_URL: is required; `midstream up` sets it")
-    auth.admin_key(settings)  # what is wrong with them is said before anything listens
+    keys.of_settings(settings)  # what is wrong with them is said before anything listens
     named(settings)
     proxies = trusted_proxies(settings)
     redis_durability.require(settings)
@@ -157,7 +156,7 @@ async def _refusal(settings: Settings) -> str | None:
     if settings.auth != "auto" or not asks_for_keys(settings) or settings.admin_key:
         return ""
     try:
-        return "" if await any_key(settings) else NO_KEYS.format(host=settings.api_host)
+        return "" if await keys.any_key(settings) else NO_KEYS.format(host=settings.api_host)
     except MidstreamError as error:
         if error.kind != "unavailable":
             raise

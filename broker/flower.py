@@ -2,10 +2,11 @@
 
 Secrets go in by the options object and the Celery app, never by a command line that everybody on the machine can read. What
 Flower shows comes from events, and from the ledger where an event was missed (`flower_ends`); it is read-only here, because a task
-revoked behind the ledger's back would come back. Without a password, calls under a foreign host name are refused, as in the API, against
-DNS rebinding.
+revoked behind the ledger's back would come back. Every path needs the password, where there is one; Flower itself leaves `/metrics` and
+`/healthcheck` open. Without a password, calls under a foreign host name are refused, as in the API, against DNS rebinding.
 """
 
+import hmac
 import logging
 import os
 import re
@@ -13,9 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..schemas.base import now
 from ..schemas.errors import STATUS_OF_KIND
 from ..schemas.settings import Settings, SettingsError, asks_for_keys, is_loopback, load_settings
+from .ledger import keys
 from .ops.hosts import Hosts
+from .ops.install import basic
 from .queue.celery_app import make_app
 from .queue.flower_tasks import MissedEnds
 
@@ -30,7 +34,26 @@ COLUMNS = "name,args,state,received,runtime,routing_key,worker,exception"
 #: Seconds for which a disconnected worker stays listed.
 OFFLINE_KEPT_S = 3600
 INSPECT_TIMEOUT_MS = 3000
-MISDIRECTED = STATUS_OF_KIND["misdirected"]
+MISDIRECTED, UNAUTHORIZED = STATUS_OF_KIND["misdirected"], STATUS_OF_KIND["unauthorized"]
+#: What the key of the setting `observe_key` opens as well.
+METRICS = "/metrics"
+
+
+class Door:
+    """Who may make a call: anyone without a password, else those who show it, or the observe key for the metrics."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._valid = [basic(pair).encode() for pair in settings.flower_auth.split(",") if pair]
+        self._keys = keys.of_settings(settings)
+
+    def admits(self, authorization: str, path: str) -> bool:
+        if not self._valid:
+            return True
+        if any([hmac.compare_digest(authorization.encode(), valid) for valid in self._valid]):
+            return True
+        scheme, _, text = authorization.partition(" ")
+        shown = keys.parse(text.strip()) if scheme.lower() == "bearer" and path == METRICS else None
+        return shown is not None and keys.is_right(shown, self._keys.get(shown.id), now())
 
 
 def options(settings: Settings) -> dict[str, str]:
@@ -69,13 +92,20 @@ def serve(settings: Settings) -> None:
     from flower import command
     from tornado.web import ErrorHandler
 
-    hosts = Hosts(settings, settings.flower_host, bool(settings.flower_auth))
+    hosts, door = Hosts(settings, settings.flower_host, bool(settings.flower_auth)), Door(settings)
+
+    class Closed(ErrorHandler):
+        def write_error(self, status_code: int, **more: Any) -> None:
+            self.set_header("WWW-Authenticate", 'Basic realm="flower"')
+            super().write_error(status_code, **more)
 
     class Flower(command.Flower):
         def find_handler(self, request: Any, **options: Any) -> Any:
-            if hosts.allows(request.headers.get_list("Host")):
-                return super().find_handler(request, **options)
-            return self.get_handler_delegate(request, ErrorHandler, {"status_code": MISDIRECTED})
+            if not hosts.allows(request.headers.get_list("Host")):
+                return self.get_handler_delegate(request, ErrorHandler, {"status_code": MISDIRECTED})
+            if not door.admits(request.headers.get("Authorization", ""), request.path):
+                return self.get_handler_delegate(request, Closed, {"status_code": UNAUTHORIZED})
+            return super().find_handler(request, **options)
 
         def start(self) -> None:
             self.io_loop.add_callback(MissedEnds(self.events.state, settings.redis_url).run)

@@ -20,6 +20,7 @@ from ..schemas.base import from_json
 from ..schemas.models import WorkerInfo
 from ..schemas.settings import Settings, SettingsError, load_settings
 from .ops import redis_open
+from .ops.install import basic
 from .ops.liveness import REAPER_KEY, RELAY_KEY
 
 TIMEOUT_S = 5.0
@@ -34,7 +35,8 @@ def api(settings: Settings) -> str:
 
 
 def flower(settings: Settings) -> str:
-    return _answers(f"http://127.0.0.1:{settings.flower_port}/healthcheck")
+    user = settings.flower_auth.partition(",")[0]
+    return _answers(f"http://127.0.0.1:{settings.flower_port}/healthcheck", basic(user) if user else "")
 
 
 def relay(settings: Settings) -> str:
@@ -74,9 +76,11 @@ def _worker_seen(settings: Settings) -> str:
 CHECKS: dict[str, Callable[[Settings], str]] = {"api": api, "relay": relay, "worker": worker, "callbacks": callbacks, "flower": flower}
 
 
-def _answers(url: str) -> str:
+def _answers(url: str, authorization: str = "") -> str:
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S):
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers={"Authorization": authorization} if authorization else {}), timeout=TIMEOUT_S
+        ):
             return ""
     except urllib.error.HTTPError as error:
         return f"{url} responds with {error.code}: {error.read(500).decode(errors='replace')}"

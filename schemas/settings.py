@@ -36,7 +36,7 @@ _ENDPOINT = re.compile(r"https?://[^/?#@\s]+")
 
 
 #: Settings that are secrets. What comes from a file is accepted only from one that other accounts cannot read.
-SECRETS = ("redis_password", "redis_sentinel_password", "flower_auth", "artifact_secret_key", "admin_key", "api_key")
+SECRETS = ("redis_password", "redis_sentinel_password", "flower_auth", "artifact_secret_key", "admin_key", "observe_key", "api_key")
 
 #: Of a `redis_url` that names sentinels, without and with TLS: see `broker.ops.redis_open`.
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
@@ -189,6 +189,7 @@ class Settings(Record):
     # Who may do what
     auth: Literal["auto", "keys", "open"] = "auto"  # `auto`: keys are required beyond loopback; `open`: no authentication
     admin_key: str = ""  # a key with scope `admin` that is always valid: ms_<12 letters or digits>_<secret>; for the first start
+    observe_key: str = ""  # likewise, with scope `observe`: for Prometheus, at `/metrics` of API and Flower
     allowed_hosts: str = ""  # host names and addresses of the API, separated by commas, in addition to loopback
     trusted_proxies: str = ""  # addresses and networks, separated by commas, whose `X-Forwarded-…` headers are believed; empty: none
     api_key: str = ""  # sent by the Python client and the command line

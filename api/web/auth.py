@@ -23,7 +23,7 @@ from ...schemas.errors import MidstreamError
 from ...schemas.jobs import JobView
 from ...schemas.keys import EVERYBODY, KEY_PREFIX, Caller, Key, Scope
 from ...schemas.sessions import Session
-from ...schemas.settings import Settings, SettingsError, asks_for_keys
+from ...schemas.settings import Settings, asks_for_keys
 from .wrong_keys import WrongKeys
 
 #: Seconds for which a process caches a key: after that, a revoked key is rejected everywhere.
@@ -138,14 +138,6 @@ def needed(method: str, path: str) -> Scope | None:
     return None if method == "OPTIONS" else SCOPE_OF.get(f"{method} {path.rstrip('/') or '/'}", "admin")
 
 
-def admin_key(settings: Settings) -> Key | None:
-    """Raises SettingsError naming the setting."""
-    try:
-        return keys.admin_key(settings.admin_key)
-    except ValueError as error:
-        raise SettingsError(f"MIDSTREAM_ADMIN_KEY: {error}") from error
-
-
 class Visit(NamedTuple):
     """A call that came with a session's cookie."""
 
@@ -159,8 +151,7 @@ class Gate:
 
     def __init__(self, settings: Settings, stored: Keys, sessions: Sessions) -> None:
         self.asks = asks_for_keys(settings)
-        self._admin = admin_key(settings)
-        self.always = "" if self._admin is None else self._admin.id  # id of the admin key of the settings, which cannot be revoked
+        self.always = keys.of_settings(settings)  # by id: these cannot be revoked
         self._stored = stored
         self._known: OrderedDict[str, tuple[float, Key | None]] = OrderedDict()  # id → until when, and the key
         self._sessions = sessions
@@ -211,8 +202,8 @@ class Gate:
         return Visit(Caller(key.tenant, key.id, frozenset(key.scopes), name), session, key)
 
     async def _looked_up(self, key_id: str) -> Key | None:
-        if self._admin is not None and key_id == self._admin.id:
-            return self._admin
+        if (always := self.always.get(key_id)) is not None:
+            return always
         at = time.monotonic()
         until, key = self._known.get(key_id, (0.0, None))
         if at < until:

@@ -5,7 +5,7 @@ One check of all keys and sessions with open calls every `KNOWN_S`, however many
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from ...broker.ledger.keys import Keys
@@ -43,9 +43,9 @@ ALWAYS = HeldKey()
 
 
 class KeyWatch:
-    """All open calls of a process. Belongs to one event loop. `always`: id of the key that cannot be revoked."""
+    """All open calls of a process. Belongs to one event loop. `always`: ids of the keys that cannot be revoked."""
 
-    def __init__(self, stored: Keys, sessions: Sessions, always: str = "") -> None:
+    def __init__(self, stored: Keys, sessions: Sessions, always: Collection[str] = ()) -> None:
         self._stored = stored
         self._sessions = sessions
         self._always = always
@@ -55,7 +55,7 @@ class KeyWatch:
     @contextmanager
     def of(self, caller: Caller) -> Iterator[HeldKey]:
         """Whatever is answered inside ends when the caller's key is revoked, or expires: ask the `HeldKey`, or wait for it."""
-        held_by = ("" if caller.key == self._always else caller.key, caller.session)
+        held_by = ("" if caller.key in self._always else caller.key, caller.session)
         if held_by == ("", ""):
             yield ALWAYS
             return

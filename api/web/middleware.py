@@ -8,6 +8,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import anyio
@@ -25,7 +26,7 @@ from .request_context import TRACED, Call
 
 log = logging.getLogger("midstream.api.access")
 
-REQUEST_ID, TRACEPARENT = b"x-request-id", b"traceparent"
+REQUEST_ID, TRACEPARENT, CACHE_CONTROL = b"x-request-id", b"traceparent", b"cache-control"
 #: An id that a caller gives is taken if it is short and plain, so that it cannot forge lines or headers.
 _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/=-]{0,127}")
 #: Asked every few seconds by machines: a line for each would hide the others.
@@ -83,7 +84,7 @@ class App(Litestar):
             if message["type"] == "http.response.start":
                 self._open.discard(waiting)
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id.encode())]
+                message["headers"] = [*_unkept(message.get("headers", ()), scope), (REQUEST_ID, request_id.encode())]
             await send(message)
 
         token = request_context.CURRENT.set(call)
@@ -105,6 +106,14 @@ class App(Litestar):
                 level = logging.DEBUG if scope["path"] in QUIET else self.access_level
                 if log.isEnabledFor(level):
                     log.log(level, "%s %s %d", scope["method"], scope["path"], status, extra=_access(scope, status, call))
+
+
+def _unkept(headers: Iterable[tuple[bytes, bytes]], scope: Any) -> Iterable[tuple[bytes, bytes]]:
+    """Return an answer's headers, with `no-store` for the page's calls: a browser would write what they show to its disk."""
+    caller = scope.get("auth")
+    if not isinstance(caller, Caller) or not caller.session:
+        return headers
+    return [*(header for header in headers if header[0].lower() != CACHE_CONTROL), (CACHE_CONTROL, b"no-store")]
 
 
 async def _stopped(path: str, answer: Any) -> None:

@@ -14,8 +14,8 @@ import msgspec
 
 from ...schemas.base import from_msgpack, now, to_msgpack
 from ...schemas.errors import MidstreamError
-from ...schemas.keys import DEFAULT_TENANT, KEY_PREFIX, CreatedKey, Key, KeyRequest, KeyView
-from ...schemas.settings import Settings
+from ...schemas.keys import DEFAULT_TENANT, KEY_PREFIX, CreatedKey, Key, KeyRequest, KeyView, Scope
+from ...schemas.settings import PREFIX, Settings, SettingsError
 from ...schemas.version import __version__
 from .jobs import ALPHABET, Ledger, reachable
 
@@ -52,18 +52,30 @@ def new_key() -> str:
     return f"{KEY_PREFIX}{''.join(secrets.choice(ALPHABET) for _ in range(ID_LENGTH))}_{secrets.token_hex(SECRET_BYTES)}"
 
 
-def admin_key(text: str) -> Key | None:
-    """The key of the setting `admin_key`, which is always valid; None if it is empty. Raises ValueError for an invalid key."""
-    if not text:
-        return None
-    shown = parse(text)
-    if shown is None:
-        low, high = SECRET_LENGTH
-        raise ValueError(
-            f"is not a key: {KEY_PREFIX}<{ID_LENGTH} lower-case letters or digits>_<{low} to {high} letters or digits>; "
-            "`midstream keys generate` prints one"
+#: Settings that are keys, and their scopes. Such a key is always valid.
+OF_SETTINGS: dict[str, Scope] = {"admin_key": "admin", "observe_key": "observe"}
+
+
+def of_settings(settings: Settings) -> dict[str, Key]:
+    """The keys of the settings, by id. Raises SettingsError naming the setting."""
+    found: dict[str, Key] = {}
+    for setting, scope in OF_SETTINGS.items():
+        if not (text := getattr(settings, setting)):
+            continue
+        name = f"{PREFIX}{setting.upper()}"
+        shown = parse(text)
+        if shown is None:
+            low, high = SECRET_LENGTH
+            raise SettingsError(
+                f"{name}: is not a key: {KEY_PREFIX}<{ID_LENGTH} lower-case letters or digits>_<{low} to {high} letters or digits>; "
+                "`midstream keys generate` prints one"
+            )
+        if shown.id in found:
+            raise SettingsError(f"{name}: has the id of another setting's key: `midstream keys generate` prints another one")
+        found[shown.id] = Key(
+            id=shown.id, name=f"the setting {setting}", tenant=DEFAULT_TENANT, scopes=[scope], sha256=shown.sha256, created=0.0
         )
-    return Key(id=shown.id, name="the setting admin_key", tenant=DEFAULT_TENANT, scopes=["admin"], sha256=shown.sha256, created=0.0)
+    return found
 
 
 def is_right(shown: Shown, key: Key | None, at: float) -> bool:

@@ -7,6 +7,7 @@ that only the installation's own account can read.
 import os
 import secrets
 import stat
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
@@ -39,6 +40,11 @@ def close_folder(data: Path, say: Callable[[str], None]) -> int:
         except PermissionError:
             private_folder(data)  # logs what to do
     return 0o777 & ~(stat.S_IMODE(data.stat().st_mode) & (stat.S_IRWXU | stat.S_IRWXG))
+
+
+def basic(pair: str) -> str:
+    """The value of `Authorization` for `user:password`."""
+    return f"Basic {b64encode(pair.encode()).decode()}"
 
 
 def with_secrets(settings: Settings, data: Path, say: Callable[[str], None]) -> Settings:

@@ -11,8 +11,10 @@ Address = IPv4Address | IPv6Address
 
 #: Where clouds answer what a machine may know of itself, its credentials among it: never called, whatever the settings.
 _METADATA = {
-    IPv4Address("169.254.169.254"), IPv4Address("169.254.170.2"), IPv4Address("168.63.129.16"), IPv4Address("100.100.100.200"),
-    IPv6Address("fd00:ec2::254"), IPv6Address("fd20:ce::254"),
+    IPv4Address("169.254.169.254"), IPv4Address("169.254.170.2"), IPv4Address("169.254.170.23"), IPv4Address("169.254.42.42"),
+    IPv4Address("168.63.129.16"), IPv4Address("100.100.100.200"), IPv4Address("192.0.0.192"),
+    IPv6Address("fd00:ec2::254"), IPv6Address("fd00:ec2::23"), IPv6Address("fd00:42::42"), IPv6Address("fd20:ce::254"),
+    IPv6Address("fe80::a9fe:a9fe"),
 }  # fmt: skip
 METADATA = "a cloud metadata address"
 #: Not private by definition, but never a valid receiver.

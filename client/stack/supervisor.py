@@ -52,8 +52,8 @@ MODULES = {
     "callbacks": Part("midstream.broker.callbacks", 15.0),
 }
 FLOWER = Part("midstream.broker.flower", 5.0, longest_pause_s=30.0)
-#: Secrets that one child alone needs: a worker runs what comes with its model.
-WHOSE = {f"{PREFIX}ADMIN_KEY": "api", f"{PREFIX}FLOWER_AUTH": "flower"}
+#: Secrets that these children alone need: a worker runs what comes with its model.
+WHOSE = {f"{PREFIX}ADMIN_KEY": {"api"}, f"{PREFIX}OBSERVE_KEY": {"api", "flower"}, f"{PREFIX}FLOWER_AUTH": {"flower"}}
 #: Above `metrics_port`; the API serves its own at /metrics.
 METRICS_OFFSETS = {"relay": 0, "worker": 1, "callbacks": 2}
 #: Those who give work stop first, then those who do it, then those who carry its results; Redis goes last.
@@ -360,7 +360,7 @@ class Supervisor:
     def _environment(self, name: str) -> dict[str, str]:
         """Of a child: with its own port for metrics, and without the secrets that are others'."""
         environment = child_environment(self.settings) | self._metrics_port(name) | {MARK: str(self.data)}
-        return {variable: value for variable, value in environment.items() if WHOSE.get(variable, name) == name}
+        return {variable: value for variable, value in environment.items() if name in WHOSE.get(variable, {name})}
 
     def _metrics_port(self, name: str) -> dict[str, str]:
         """Each process that serves metrics has its own port, counted from `metrics_port`."""

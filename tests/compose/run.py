@@ -262,7 +262,8 @@ def figures_are_there(stack: Deployment, verdict: Verdict) -> None:
     wanted = {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"\b(?:midstream|flower)_\w+", dashboard)}
     program = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
     texts = [stack.python(service, program) for service in ("worker", "relay", "callbacks")]
-    texts += [ask(f"{stack.api}/metrics", {"Authorization": f"Bearer {secret('admin_key')}"}), ask(f"{stack.flower}/metrics")]
+    observe = {"Authorization": f"Bearer {secret('observe_key')}"}
+    texts += [ask(f"{stack.api}/metrics", observe), ask(f"{stack.flower}/metrics", observe)]
     given = {name for text in texts for name in re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)}
     verdict.check(not wanted - given, f"all {len(wanted)} figures of the dashboard are given{_but(wanted - given)}")
 

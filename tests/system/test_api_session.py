@@ -213,6 +213,16 @@ def test_a_key_in_the_header_counts_and_not_the_cookie(api: Api, hand: Hand) -> 
     assert browser.send("GET", "/v1/tenant", {}).json()["name"] == "ada"
 
 
+def test_what_a_session_shows_is_not_written_to_a_browsers_disk(api: Api, hand: Hand) -> None:
+    caller = Caller(api, hand, "ada")
+    browser, job_id = Browser(api, caller.key.key), caller.submit()
+    for path in ("/v1/jobs", f"/v1/jobs/{job_id}", f"/v1/jobs/{job_id}/request", f"/v1/jobs/{job_id}/result", "/v1/tenant", "/v1/jobs/x"):
+        assert browser.http.get(path).headers.get_list("cache-control") == ["no-store"], path
+    with browser.http.stream("GET", "/v1/feed") as stream:
+        assert stream.headers.get_list("cache-control") == ["no-store"]
+    assert caller.http.get(f"/v1/jobs/{job_id}").headers["cache-control"] == "no-cache", "programs ask again by ETag"
+
+
 # --- When it ends --------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,9 @@ import redis
 from receipt_rig import receipt
 from up_kit import START_S, Up
 
+from midstream.broker.ledger.keys import new_key
 from midstream.broker.ops import redis_server
+from midstream.broker.ops.install import basic
 from midstream.broker.receipts.outbox import Outbox
 from midstream.client import Client
 from midstream.client.sdk.discovery import STATE_FILE
@@ -215,6 +217,31 @@ def test_flower_without_a_password_checks_the_host_name(up: Up) -> None:
     assert flower is not None
     assert httpx.get(f"{flower[1]}/api/tasks", headers={"Host": "evil.example"}).status_code == 421
     assert httpx.get(f"{flower[1]}/metrics", headers={"Host": "evil.example:5555"}).status_code == 421
+
+
+def test_every_path_of_flower_needs_the_password(tmp_path: Path) -> None:
+    """Also those that Flower itself leaves open. The observe key opens its metrics, and the API's, and nothing else."""
+    key, admin, password = new_key(), new_key(), "ada:a pass:word"
+    up = Up(tmp_path / "data", auth="keys", admin_key=admin, observe_key=key, flower_auth=f"{password},bob:x")
+    try:
+        url = up.ready()
+        flower = re.search(r"flower (http://\S+)", up.output())
+        assert flower is not None
+
+        def status(path: str, authorization: str | None, base: str = flower[1]) -> int:
+            answer = httpx.get(f"{base}{path}", headers={"Authorization": authorization} if authorization else {})
+            if answer.status_code == 401:
+                assert "www-authenticate" in answer.headers
+            return answer.status_code
+
+        for path in ("/", "/metrics", "/healthcheck", "/tasks", "/api/tasks", "/api/workers", "/static/css/flower.css", "/login", "/x"):
+            for wrong in (None, basic("ada:wrong"), basic("ada"), "Basic x", "Bearer x", f"Bearer {admin}x"):
+                assert status(path, wrong) == 401, (path, wrong)
+            assert status(path, basic(password)) != 401
+        assert [status(path, f"Bearer {key}") for path in ("/metrics", "/api/tasks", "/healthcheck")] == [200, 401, 401]
+        assert [status(path, f"Bearer {key}", url) for path in ("/metrics", "/v1/status", "/v1/jobs")] == [200, 200, 403]
+    finally:
+        up.close()
 
 
 def test_a_failing_demo_stops_what_it_started(tmp_path: Path) -> None:

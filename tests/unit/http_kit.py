@@ -17,6 +17,7 @@ class Requests(list[str]):
     def __init__(self) -> None:
         super().__init__()
         self.bodies: list[bytes] = []
+        self.authorizations: list[str | None] = []
 
 
 @contextmanager
@@ -27,6 +28,7 @@ def server(*replies: Reply) -> Iterator[tuple[str, Requests]]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             seen.bodies.append(self.rfile.read(int(self.headers.get("content-length") or 0)))
+            seen.authorizations.append(self.headers.get("authorization"))
             token = self.headers.get("last-event-id") or self.headers.get("idempotency-key") or ""
             seen.append(f"{self.command} {self.path} {token}".strip())
             status, headers, body = left.pop(0) if len(left) > 1 else left[0]

@@ -19,6 +19,7 @@ import yaml
 from midstream import __version__
 from midstream.broker import flower, health
 from midstream.broker.ledger import keys
+from midstream.broker.ops import install
 from midstream.client.stack.processes import wait_for
 from midstream.schemas.settings import Settings, SettingsError, load_settings
 from midstream.storage.store import open_store
@@ -58,7 +59,8 @@ def test_secrets_are_made_once_closed_to_others_and_good_for_what_they_are(tmp_p
     again = subprocess.run([script, str(folder)], check=True, capture_output=True, text=True)
     assert again.stdout == ""
     assert {path.name: path.read_text() for path in folder.iterdir()} == made
-    assert keys.admin_key(made["admin_key"]) is not None
+    made_keys = keys.of_settings(Settings(admin_key=made["admin_key"], observe_key=made["observe_key"]))
+    assert [key.scopes for key in made_keys.values()] == [["admin"], ["observe"]]
     assert flower.options(Settings(flower_auth=made["flower_auth"], flower_host="0.0.0.0"))["FLOWER_BASIC_AUTH"] == made["flower_auth"]
 
 
@@ -130,8 +132,27 @@ def test_the_probe_of_containers_says_when_nothing_answers() -> None:
     assert (done.returncode, port in done.stdout) == (1, True)
 
 
-def _probe(port: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-IS", str(ROOT / "compose" / "probe.py"), port, "/readyz"]
+def test_the_probe_of_flower_shows_its_password(tmp_path: Path) -> None:
+    (tmp_path / "auth").write_text("user:pass word,other:one\n")
+    with http_kit.server(http_kit.reply("OK")) as (url, seen):
+        port = url.rpartition(":")[2]
+        assert _probe(port, "/healthcheck", str(tmp_path / "auth")).returncode == 0
+        assert health.flower(Settings(flower_port=int(port), flower_auth="user:pass word,other:one")) == ""
+        assert health.flower(Settings(flower_port=int(port))) == ""
+    assert seen.authorizations == [install.basic("user:pass word")] * 2 + [None]
+    assert _probe(port, "/healthcheck", str(tmp_path / "none")).returncode == 1
+
+
+def test_prometheus_has_the_observe_key_alone() -> None:
+    service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["prometheus"]
+    assert service["secrets"] == ["observe_key"]
+    for job in yaml.safe_load((ROOT / "compose/prometheus.yml").read_text())["scrape_configs"]:
+        wanted = {"type": "Bearer", "credentials_file": "/run/secrets/observe_key"} if job["job_name"] in ("api", "flower") else None
+        assert job.get("authorization") == wanted, job["job_name"]
+
+
+def _probe(port: str, *more: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-IS", str(ROOT / "compose" / "probe.py"), port, *(more or ["/readyz"])]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

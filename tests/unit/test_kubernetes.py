@@ -16,7 +16,7 @@ import pytest
 import yaml
 from tree import tracked
 
-from midstream.schemas.settings import PREFIX, Settings
+from midstream.schemas.settings import PREFIX, SECRETS, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -124,7 +124,7 @@ def test_every_variable_is_a_setting(documents: tuple[Document, ...]) -> None:
 
 
 def test_secrets_are_in_files_alone(documents: tuple[Document, ...]) -> None:
-    secret = {"REDIS_PASSWORD", "ADMIN_KEY", "FLOWER_AUTH", "ARTIFACT_SECRET_KEY"}
+    secret = {name.upper() for name in SECRETS}
     for _, _, container in containers(documents):
         assert not {variable["name"].removeprefix(PREFIX) for variable in container.get("env", [])} & secret
     for found in of(documents, "ConfigMap").values():
@@ -224,7 +224,7 @@ def test_with_a_bucket_no_volume_of_captures_is_shared_and_the_bucket_is_reached
 def test_prometheus_finds_every_process_that_needs_no_key(documents: tuple[Document, ...]) -> None:
     for name, found in of(documents, *WORKLOADS).items():
         told = found["spec"]["template"]["metadata"].get("annotations", {})
-        assert (told.get("prometheus.io/scrape") == "true") == (name not in ("api", "redis")), name
+        assert (told.get("prometheus.io/scrape") == "true") == (name not in ("api", "flower", "redis")), name
         if told:
             [container] = found["spec"]["template"]["spec"]["containers"]
             assert int(told["prometheus.io/port"]) in [port["containerPort"] for port in container["ports"]]
