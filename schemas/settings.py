@@ -64,7 +64,7 @@ class Settings(Record):
     redis_allow_lossy: bool = False  # accept a Redis without AOF, or one that evicts keys: accepted jobs may be lost
     redis_sentinel_password: str = ""  # put into a `redis_url` of Sentinel, as `redis_password` is
     redis_replicas: Natural = 0  # replicas, at least, that must have a write before it is acknowledged; 0: none
-    relay_url: str = ""  # tcp://host:port of the relay's ROUTER; empty: `midstream up` picks a free port
+    relay_url: str = ""  # tcp://host:port of the relay's ROUTER; ranks: also several, by comma; empty: `midstream up` picks a free port
     relay_allow_remote: bool = False  # let the relay listen beyond loopback without CURVE keys: only on a trusted network
     curve_dir: str = ""  # folder where relay and workers of one account create and find their CURVE keys automatically
     curve_secret_file: str = ""  # this process's private CURVE key, of the relay or of a worker: `midstream curve new`
@@ -413,6 +413,23 @@ def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[st
         except (msgspec.ValidationError, json.JSONDecodeError) as error:
             raise SettingsError(f"{label}={value!r} ({source}): {error}") from error
     return checked
+
+
+def relay_addresses(relay_url: str) -> list[str]:
+    """The relays that a rank tries in turn, as `relay_url` lists them. Raises SettingsError."""
+    addresses = [address.strip() for address in relay_url.split(",")]
+    for address in addresses:
+        try:
+            parts = urlsplit(address)
+            valid = parts.scheme == "ipc" or (parts.scheme == "tcp" and parts.hostname and parts.port)
+        except ValueError:
+            valid = False
+        if not valid:
+            raise SettingsError(
+                f"relay_url={relay_url!r}: {address!r} is no address of a relay; valid: tcp://HOST:PORT, or several of them, separated "
+                "by commas"
+            )
+    return addresses
 
 
 def is_loopback(host: str) -> bool:

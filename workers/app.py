@@ -32,7 +32,7 @@ from ..schemas import faults
 from ..schemas.disk import disk_trouble
 from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
-from ..schemas.settings import Settings, SettingsError, engine_options, load_settings
+from ..schemas.settings import Settings, SettingsError, engine_options, load_settings, relay_addresses
 from .engine.identity import WorkerLock, with_worker_id
 from .engines import check_options
 from .serving import remote_control as _control  # registers the remote-control commands  # noqa: F401
@@ -182,6 +182,7 @@ def _check(settings: Settings) -> None:
     for name in ("redis_url", "relay_url"):
         if not getattr(settings, name):
             raise SettingsError(f"MIDSTREAM_{name.upper()}: is required by a worker")
+    relay_addresses(settings.relay_url)
     if not settings.served_model:
         raise SettingsError("MIDSTREAM_MODEL: is required by a worker")
     if settings.engine == "vllm" and os.path.isabs(settings.model) and not os.path.exists(settings.model):

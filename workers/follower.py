@@ -17,7 +17,7 @@ import redis
 from ..broker.ops import observability
 from ..broker.receipts.curve import client_keys
 from ..schemas.errors import MidstreamError
-from ..schemas.settings import Settings, SettingsError, load_settings
+from ..schemas.settings import Settings, SettingsError, load_settings, relay_addresses
 from .engine.nodes import POLL_S, Worker
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ def main() -> int:
         for name in ("redis_url", "relay_url", "model", "worker_id", "node_master"):
             if not getattr(settings, name):
                 raise SettingsError(f"MIDSTREAM_{name.upper()}: is required by a follower")
+        relay_addresses(settings.relay_url)
         if not 0 < settings.node_rank < settings.nodes:
             raise SettingsError(f"node_rank={settings.node_rank}: a follower has 1 to {settings.nodes - 1} (nodes - 1)")
         client_keys(settings.curve_secret_file, settings.curve_server_key)

@@ -21,6 +21,7 @@ from .captures import Captures
 from .harvests import Harvests
 from .jobs import Ledger, reachable
 from .source_runs import SourceRuns
+from .status import relay_since
 from .usage_reconciliation import UsageReconciliation
 from .views import listing
 
@@ -77,6 +78,7 @@ class Reaper:
 
     def __init__(self, ledger: Ledger, settings: Settings) -> None:
         self._settings = settings
+        self._ledger = ledger
         self._redis = ledger.redis
         self._scripts = scripts.Scripts(ledger.redis)
         self._recount_at = 0.0
@@ -95,7 +97,10 @@ class Reaper:
         queued: dict[str, list[Queued]] = defaultdict(list)  # by model
         due: list[bytes] = await self._redis.zrangebyscore("ms:live", "-inf", at, start=0, num=SWEEP_LIMIT)
         up_since = await self._up_since() if due else 0.0
-        waits = {"capture_timeout": self._settings.capture_timeout_s, "lease_s": self._settings.lease_s, "up_since": up_since}
+        waits = {
+            "capture_timeout": self._settings.capture_timeout_s, "lease_s": self._settings.lease_s, "up_since": up_since,
+            "relay_since": await relay_since(self._ledger, at) if due else 0.0,
+        }  # fmt: skip
         for raw in due:
             job_id = raw.decode()
             reply = await self._scripts.sweep(args=scripts.pack(self._settings, at, id=job_id, **waits))

@@ -11,7 +11,6 @@ from ...schemas.version import __version__
 from ..ops.liveness import REAPER_KEY, RELAY_KEY
 from .jobs import Ledger, reachable
 
-#: The relay's heartbeat key, see `relay`.
 #: Names of the queue's steps: the requested priority, and for `normal` the default of the kind of job.
 NAME_OF_STEP = {"0": "high", "3": "interactive", "6": "batch", "9": "low"}
 
@@ -69,6 +68,22 @@ async def _queue(ledger: Ledger, name: str) -> QueueStatus | None:
         sent, *waiting = await pipe.execute()
     found = {tenant.decode(): count for tenant, count in zip(tenants, waiting, strict=True) if count}
     return QueueStatus(model=model, priority=NAME_OF_STEP.get(step, step), sent=sent, waiting=found) if sent or found else None
+
+
+@reachable
+async def relay_since(ledger: Ledger, at: float) -> float:
+    """Since when a relay has been alive without a break, in seconds since the epoch; `at`, the present time, if none is alive.
+
+    Receipts are late only by the time since then: while no relay is alive, none can arrive.
+    """
+    raw = await ledger.redis.get(RELAY_KEY)
+    return float(from_json(raw, dict[str, Any]).get("since", 0.0)) if raw else at
+
+
+async def relay_alive_for(ledger: Ledger, seconds: float) -> bool:
+    """Whether a relay has been alive for longer than `seconds` without a break."""
+    at = now()
+    return at - await relay_since(ledger, at) > seconds
 
 
 def _relay(raw: bytes | None) -> RelayStatus:

@@ -19,6 +19,7 @@ from ...schemas.base import to_msgpack
 from ...schemas.disk import FULL, disk_trouble
 from ...schemas.faults import crash_point
 from ...schemas.receipts import Receipt
+from ...schemas.settings import relay_addresses
 from .curve import ClientKeys
 from .outbox_store import LOCK_WAIT_S, OutboxError, Store
 from .sender import Sender
@@ -55,10 +56,9 @@ class Outbox:
         `on_fatal(error)` is called from one of its threads, at most once, when receipts cannot be kept or delivered without
         help: the disk failed, or the relay refuses us. Receipts that were committed stay on disk all the same.
         `curve` are the keys where the relay asks for some.
-        Raises OutboxError: another process holds it, or it cannot be read.
+        Raises OutboxError: another process holds it, or it cannot be read; SettingsError: `relay_url` is no address or list of them.
         """
-        if not relay_url:
-            raise ValueError("relay_url is empty: the outbox needs the relay's address, such as tcp://127.0.0.1:5557")
+        relays = relay_addresses(relay_url)
         self._store = Store(Path(directory), worker, rank, lock_wait_s)
         self.worker, self.rank = worker, rank
         self._on_fatal = on_fatal
@@ -78,7 +78,7 @@ class Outbox:
         self._rearm = False  # the writer must look again at how long it may sleep
         self._aging: tuple[float, int] | None = None  # (since when, up to which number) acknowledged rows are kept
         self._sender = Sender(
-            self._store, relay_url, acked=self._note_acked, forget=self._note_forgotten, renumber=self._note_renumber,
+            self._store, relays, acked=self._note_acked, forget=self._note_forgotten, renumber=self._note_renumber,
             fatal=self._fatal, curve=curve,
         )  # fmt: skip
         if self._store.last > self._store.acked:

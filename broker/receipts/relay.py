@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -150,6 +150,7 @@ class Relay:
         self._stopping = False
         self._closed = False
         self._gave_up = False  # while stopping, Redis was unreachable
+        self._started = time.time()
         self._next_beat = 0.0
         self._complained: OrderedDict[str, float] = OrderedDict()
         self._wake_read, self._wake_write = os.pipe()
@@ -356,6 +357,9 @@ class Relay:
             if self._redis is not None:
                 sign = {"url": self.endpoint, "pid": os.getpid(), "version": __version__, "received": self.received}
                 try:
+                    former = cast("bytes | None", self._redis.get(RELAY_KEY))
+                    known = json.loads(former).get("since", 0.0) if former else time.time()
+                    sign["since"] = max(known, self._started)
                     self._redis.set(RELAY_KEY, json.dumps(sign), ex=ALIVE_S)
                 except (redis.RedisError, OSError) as error:
                     self._reopen()
@@ -378,6 +382,8 @@ def bind_address(url: str, allow_remote: bool) -> str:
         return "tcp://127.0.0.1:*"
     if url.startswith("ipc://"):
         return url
+    if "," in url:
+        raise SettingsError(f"relay_url={url!r} lists several relays, as ranks take it: give each relay its own address")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", "*" if parts.netloc.endswith(":*") else parts.port or "*"

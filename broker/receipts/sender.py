@@ -1,7 +1,8 @@
 """Sender of committed receipts from an outbox to the relay: at least once, in order, across crashes of either side.
 
-One thread with one DEALER socket. After every (re)connection it asks the relay for its mark, and goes on from there with at
-most `WINDOW` receipts under way; acknowledgements are cumulative. When nothing moves it asks again. What the outbox no
+One thread with one DEALER socket, connected to one relay. Without a connection it tries the next relay that it knows: a relay keeps
+nothing, so any of them goes on where another one ended. After every (re)connection it asks the relay for its mark, and goes on from
+there with at most `WINDOW` receipts under way; acknowledgements are cumulative. When nothing moves it asks again. What the outbox no
 longer has is said with LOST, and nothing beyond it is sent before the relay has taken that.
 """
 
@@ -12,7 +13,7 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import zmq
@@ -40,6 +41,8 @@ REFUSED_PAUSE_S = 30.0
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 15_000
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 2_000
 
+#: Seconds without a connection after which the next relay is tried, where several are known.
+NEXT_RELAY_S = 2.0
 #: After a handshake that failed; libzmq itself gives up after some of these, and does not pause after the others.
 KNOCK_AGAIN_S = 2.0
 #: The same complaint about the handshake is logged this often.
@@ -81,7 +84,7 @@ class Sender(threading.Thread):
     def __init__(
         self,
         store: Store,
-        url: str,
+        urls: Sequence[str],
         *,
         acked: Callable[[int], None],
         forget: Callable[[str], None],
@@ -91,7 +94,8 @@ class Sender(threading.Thread):
     ):
         super().__init__(name=f"receipts-{store.worker}-{store.rank}", daemon=True)
         self._store = store
-        self._url = url
+        self._urls = urls
+        self._place = 0  # in `urls`
         self._report_acked = acked
         self._forget = forget
         self._renumber = renumber
@@ -108,8 +112,8 @@ class Sender(threading.Thread):
         self._told = LostRange(0, 0)
         self._nonce = secrets.randbits(32)
         self._patience = PATIENCE_S
-        self._deadline = self._knock_at = float("inf")
-        self._complained: dict[int, float] = {}
+        self._deadline = self._knock_at = self._next_at = float("inf")
+        self._complained: dict[int | str, float] = {}
         self._blocked = False
         self._stopping = False
         self._has_new_epoch = False
@@ -149,8 +153,24 @@ class Sender(threading.Thread):
 
     # -- the thread ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def _url(self) -> str:
+        return self._urls[self._place]
+
     def run(self) -> None:
         context = zmq.Context()
+        try:
+            while not self._stopping:
+                self._try_relay(context)
+                self._place = (self._place + 1) % len(self._urls)
+        except Exception as error:
+            log.exception("outbox %s: sending has stopped; receipts stay on disk", self._store.path)
+            self._fatal(error)
+        finally:
+            context.term()
+
+    def _try_relay(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        """Send to the present relay, until the next one is to be tried."""
         socket = context.socket(zmq.DEALER)
         monitor = None
         try:
@@ -166,16 +186,24 @@ class Sender(threading.Thread):
                 self._curve.apply(socket)
             monitor = socket.get_monitor_socket(_EVENTS)
             socket.connect(self._url)
+            self._note_connection(False)
             self._serve(socket, monitor)
-        except Exception as error:
-            log.exception("outbox %s: sending has stopped; receipts stay on disk", self._store.path)
-            self._fatal(error)
         finally:
             if monitor is not None:
                 socket.disable_monitor()
                 monitor.close(linger=0)
             socket.close(linger=0)
-            context.term()
+            self._knock_at = float("inf")
+            self._note_connection(False)
+            self._enter(Phase.OFF)
+
+    def _note_connection(self, connected: bool) -> None:
+        """Without one, the next relay is tried after `NEXT_RELAY_S`."""
+        self.connected = connected
+        if connected or len(self._urls) == 1:
+            self._next_at = float("inf")
+        elif self._next_at == float("inf"):
+            self._next_at = time.monotonic() + NEXT_RELAY_S
 
     def _serve(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
         poller = zmq.Poller()
@@ -186,7 +214,7 @@ class Sender(threading.Thread):
             self._advance(socket)
             # Without a connection there is no pipe, so POLLOUT does not spin.
             poller.register(socket, zmq.POLLIN | (zmq.POLLOUT if self._blocked else 0))
-            wait = min(self._deadline, self._knock_at) - time.monotonic()
+            wait = min(self._deadline, self._knock_at, self._next_at) - time.monotonic()
             ready = dict(poller.poll(None if wait == float("inf") else max(0, int(wait * 1000) + 1)))
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
@@ -197,6 +225,11 @@ class Sender(threading.Thread):
                 self._receive(socket)
             if time.monotonic() >= self._deadline:
                 self._ask_again()
+            if time.monotonic() >= self._next_at:
+                self._next_at = float("inf")
+                if self._may_complain("next"):
+                    log.warning("outbox %s: no connection to the relay at %s; trying the next one", self._store.path, self._url)
+                return
             if time.monotonic() >= self._knock_at:
                 self._knock_at = float("inf")
                 socket.connect(self._url)
@@ -208,7 +241,7 @@ class Sender(threading.Thread):
             except zmq.Again:
                 return
             event: int = struct.unpack("=HI", message[0])[0]
-            self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._note_connection(event == zmq.EVENT_HANDSHAKE_SUCCEEDED)
             if self.connected:
                 self._patience = PATIENCE_S
                 self._enter(Phase.GREET)
@@ -228,9 +261,7 @@ class Sender(threading.Thread):
         """A peer answers but the handshake fails: log it and retry later, as it may have been fixed."""
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._curve is None:
             event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # it saw first that only it has keys
-        now = time.monotonic()
-        if now - self._complained.get(event, -COMPLAIN_EVERY_S) >= COMPLAIN_EVERY_S:
-            self._complained[event] = now
+        if self._may_complain(event):
             public, keyless = (self._curve.public, "") if self._curve else ("", _KEYLESS)
             why = _UNHEARD[event].format(public=public, keyless=keyless)
             waiting = self._committed - self._acked
@@ -238,9 +269,17 @@ class Sender(threading.Thread):
         if self._knock_at == float("inf"):
             with contextlib.suppress(zmq.ZMQError):  # libzmq has forgotten the address already
                 socket.disconnect(self._url)
-            self._knock_at = now + KNOCK_AGAIN_S
+            self._knock_at = time.monotonic() + KNOCK_AGAIN_S
         if self._phase is not Phase.OFF:
             self._enter(Phase.OFF)
+
+    def _may_complain(self, about: int | str) -> bool:
+        """Whether to log a complaint; the same one is logged every `COMPLAIN_EVERY_S` at most."""
+        now = time.monotonic()
+        if now - self._complained.get(about, -COMPLAIN_EVERY_S) < COMPLAIN_EVERY_S:
+            return False
+        self._complained[about] = now
+        return True
 
     def _enter(self, phase: Phase) -> None:
         if self._phase is Phase.RENUMBER and not self._has_new_epoch:

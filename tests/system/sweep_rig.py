@@ -154,7 +154,7 @@ class Rig:
     def __init__(self, redis_url: str, directory: Path, **settings: Any) -> None:
         client = redis.Redis.from_url(redis_url)
         chosen = {"redis_url": redis_url, "data_dir": str(directory), "model": "fake-model", "worker_id": "w1", "engine": "fake"} | settings
-        self._relay = Relay(Settler(client, Settings(**chosen)), "tcp://127.0.0.1:0")
+        self._relay = Relay(Settler(client, Settings(**chosen)), "tcp://127.0.0.1:0", client)
         self.settings = Settings(**chosen, relay_url=self._relay.endpoint)
 
     def __call__(self, scenario: Callable[["Rig"], Coroutine[Any, Any, None]]) -> None:

@@ -15,7 +15,6 @@ from stack import MODULES, Stack
 from midstream.broker.ops import redis_durability, redis_server
 from midstream.schemas.settings import Settings, SettingsError, to_environment
 
-
 #: Commands in a log that is loaded slowly, and how long that takes: longer than the processes need for their start.
 LOADED_COMMANDS, LOAD_S = 20_000, 12.0
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from celery import Celery
 from ledger_kit import (
     BOOT,
@@ -28,9 +29,12 @@ from redis_kit import handed_over
 from midstream.broker.ledger import scripts
 from midstream.broker.ledger.jobs import Ledger
 from midstream.broker.ledger.reaper import Reaper
+from midstream.broker.ledger.status import relay_since
 from midstream.broker.ops import redis_server
+from midstream.broker.ops.liveness import RELAY_KEY
 from midstream.broker.queue.celery_app import lists_of, make_app, queue_of
-from midstream.schemas.base import now
+from midstream.broker.receipts.relay import Relay
+from midstream.schemas.base import now, to_json
 from midstream.schemas.jobs import State
 from midstream.schemas.models import WorkerInfo
 
@@ -40,12 +44,17 @@ async def opened(url: str, **changes: Any) -> AsyncIterator[tuple[Ledger, Reaper
     async with open_ledger(url, **changes) as ledger:
         settings = settings_for(url, **changes)
         app = make_app(settings)
+        await relay_beat(ledger)
         yield ledger, Reaper(ledger, settings), app
         app.close()
 
 
 async def messages(ledger: Ledger, model: str = MODEL) -> int:
     return sum([await ledger.redis.llen(name) for name in lists_of(queue_of(model))])
+
+
+async def relay_beat(ledger: Ledger, since: float = 0.0) -> None:
+    await ledger.redis.set(RELAY_KEY, to_json({"url": "tcp://127.0.0.1:1", "version": "0", "received": 0, "since": since}), ex=60)
 
 
 async def heartbeat(ledger: Ledger, boot: str) -> None:
@@ -252,6 +261,47 @@ def test_missing_receipts_time_out_with_what_is_there_and_what_is_not(redis_url:
             error = (await ledger.view(job.id)).error
             assert error is not None
             assert (error.type, error.status) == ("urn:midstream:receipts_timed_out", 504)
+
+    asyncio.run(main())
+
+
+def test_receipts_are_not_late_while_no_relay_is_alive_nor_soon_after(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url, capture_timeout_s=5.0) as (ledger, reaper, _):
+            job = make_job(capture=True)
+            await claimed(ledger, job, ranks=1)
+            began = now()
+            await ledger.store_outputs(job.id, 1, outputs())
+            await ledger.redis.delete(RELAY_KEY)
+            assert not await reaper.sweep(began + 1000)
+            await relay_beat(ledger, since=began + 1002)
+            assert not await reaper.sweep(began + 1006)
+            assert (await reaper.sweep(began + 1008)).timed_out == [job.id]
+
+    asyncio.run(main())
+
+
+def test_a_relay_begins_the_time_of_receipts_again_only_when_it_starts(redis_url: str) -> None:
+    async def main() -> None:
+        async with opened(redis_url) as (ledger, _, _):
+            await ledger.redis.delete(RELAY_KEY)
+            assert await relay_since(ledger, 7.0) == 7.0, "no relay is alive"
+            with redis.Redis.from_url(redis_url) as client:
+                first = Relay(settler(redis_url), "", client)
+                first._beat()
+                since = await relay_since(ledger, 7.0)
+                assert 0 <= now() - since < 60
+                first._next_beat = 0
+                first._beat()
+                assert await relay_since(ledger, 7.0) == since
+                second = Relay(settler(redis_url), "", client)
+                second._beat()
+                assert await relay_since(ledger, 7.0) > since
+                first._next_beat = 0
+                first._beat()
+                assert await relay_since(ledger, 7.0) > since, "of the latest start"
+                for relay in (first, second):
+                    relay._close()
 
     asyncio.run(main())
 

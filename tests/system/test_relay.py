@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,11 +25,11 @@ LONG_S = 60.0
 
 
 @contextmanager
-def appended(outbox: Outbox, jobs: list[str], requests: int, every_s: float) -> Iterator[None]:
+def appended(outbox: Outbox, jobs: list[str], requests: Iterable[int], every_s: float) -> Iterator[None]:
     """Meanwhile a thread appends one receipt per job and request, a request of all jobs at a time; the end waits for it."""
 
     def append() -> None:
-        for request in range(requests):
+        for request in requests:
             for job in jobs:
                 outbox.append(receipt(job, request))
             time.sleep(every_s)
@@ -132,7 +132,7 @@ def test_receipts_are_settled_in_groups(relay: RelayProcess, jobs: Jobs, tmp_pat
 def test_five_kills_of_the_relay_under_load_lose_and_double_nothing(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
     made = jobs.claim(20, 200)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox:
-        with appended(outbox, made, 200, every_s=0.02):
+        with appended(outbox, made, range(200), every_s=0.02):
             for _ in range(5):
                 time.sleep(0.4)
                 relay.kill()
@@ -186,7 +186,7 @@ def test_a_kill_of_redis_under_load_loses_and_doubles_nothing(tmp_path: Path) ->
     try:
         made = jobs.claim(10, 200)
         with Outbox(tmp_path, "w", 0, relay.url) as outbox:
-            with appended(outbox, made, 200, every_s=0.015):
+            with appended(outbox, made, range(200), every_s=0.015):
                 for _ in range(2):
                     time.sleep(0.5)
                     server.kill()
@@ -256,6 +256,27 @@ def unsent(jobs: Jobs, directory: Path, url: str, count: int) -> tuple[list[str]
         for job in made:
             outbox.append(receipt(job, 0))
     return made, outbox
+
+
+def test_receipts_take_another_relay_when_theirs_is_away(jobs: Jobs, redis_url: str, tmp_path: Path) -> None:
+    (job,) = jobs.claim(1, 40)
+    relays = [RelayProcess(redis_url, tmp_path / f"relay-{number}.log") for number in range(2)]
+    relays[0].kill()
+    try:
+        with Outbox(tmp_path, "w", 0, ", ".join(relay.url for relay in relays)) as outbox:
+            for request in range(10):
+                outbox.append(receipt(job, request))
+            assert outbox.flush(LONG_S), "the first relay never answered"
+            relays[0].start()
+            for turn, relay in enumerate(reversed(relays), 1):
+                with appended(outbox, [job], range(10 * turn, 10 * turn + 10), 0.005):
+                    relay.kill()
+                assert outbox.flush(LONG_S), "the relay was killed in the middle of the stream"
+                relay.start()
+    finally:
+        for relay in relays:
+            relay.kill()
+    assert jobs.arrived(job) == once_each(30)
 
 
 def test_a_damaged_outbox_fails_the_jobs_it_lost_and_goes_on(jobs: Jobs, redis_url: str, tmp_path: Path) -> None:
@@ -392,6 +413,7 @@ def test_the_relay_keeps_a_heartbeat_in_redis(relay: RelayProcess, redis_url: st
         ("RELAY_URL", "tcp://*:5557", "is not loopback"),
         ("RELAY_URL", "127.0.0.1:5557", "not an address"),
         ("RELAY_URL", "tcp://127.0.0.1:notaport", "relay_url"),
+        ("RELAY_URL", "tcp://127.0.0.1:5557,tcp://127.0.0.1:5558", "its own address"),
         ("REDIS_URL", "", "MIDSTREAM_REDIS_URL"),
     ],
 )

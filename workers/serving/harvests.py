@@ -12,6 +12,7 @@ from contextlib import aclosing
 
 from ...broker.ledger.harvests import Harvests, Kept
 from ...broker.ledger.jobs import Ledger
+from ...broker.ledger.status import relay_alive_for
 from ...broker.ledger.sweeps import Sweeps
 from ...broker.ops import metrics
 from ...schemas.base import from_json, from_msgpack, now, to_json, to_msgpack
@@ -354,7 +355,8 @@ class HarvestAttempt:
     async def _settled(self, requests: Sequence[int]) -> list[Receipt]:
         """The receipts of all these. Raises StoreAway, and MidstreamError for what a rank could not do."""
         left, told = set(requests), dict[int, list[Receipt]]()
-        until = time.monotonic() + WRITE_PATIENCE * self._ledger.settings.capture_timeout_s
+        patience = WRITE_PATIENCE * self._ledger.settings.capture_timeout_s
+        until = time.monotonic() + patience
         job, world = self._attempt.job.id, self._engine.world
         while left:
             batch = sorted(left)[:POLL_REQUESTS]
@@ -363,7 +365,7 @@ class HarvestAttempt:
             left -= found.keys()
             if left and not found:
                 self._attempt.check()
-                if time.monotonic() > until:
+                if time.monotonic() > until and await patiently(lambda: relay_alive_for(self._ledger, patience), f"receipts of {job}"):
                     raise MidstreamError("receipts_timed_out", f"the receipts of {len(left)} sequences did not arrive in time")
                 await asyncio.sleep(POLL_S)
         receipts = [receipt for request in requests for receipt in told[request]]

@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 from ...broker.ledger.jobs import Ledger
+from ...broker.ledger.status import relay_alive_for
 from ...broker.ledger.sweep_metrics import in_nats, recovered, useless_baseline
 from ...broker.ledger.sweep_result import sweep_cell, sweep_start, sweep_summary
 from ...broker.ledger.sweeps import Kept, Sweeps
@@ -465,6 +466,8 @@ class SweepAttempt:
                 _must_be_kept(pending.told)
             elif now - pending.finished > self._patience_s:
                 late.append(pending)
+        if late and not await patiently(lambda: relay_alive_for(self._ledger, self._patience_s), f"receipts of {job}"):
+            late = []
         for pending in late:
             some = await patiently(lambda of=pending.requests: self._sweeps.told(job, of, world), f"receipts of {job}")  # type: ignore[misc]
             pending.reason = refusal(some) or (

@@ -1,5 +1,6 @@
 -- Check one job that is due for the reaper.
--- args: id, capture_timeout, lease_s, up_since (when Redis started: while it was down no lease could be renewed and no receipt settled)
+-- args: id, capture_timeout, lease_s, up_since (when Redis started: while it was down no lease could be renewed and no receipt settled),
+--       relay_since (since when a relay has been alive; the present time while none is: no receipt can arrive)
 -- returns {finding or action, model, attempt}:
 --   gone | held (not due after all) | queued (does it have a message?) | late (aborted) | requeued | failed | timed_out | cancelled
 local id, capture_timeout = args.id, args.capture_timeout
@@ -33,6 +34,9 @@ if job.generated then
   grace = math.min(grace, capture_timeout)
 end
 local deadline = math.max(job.lease, args.up_since + grace)
+if job.generated then
+  deadline = math.max(deadline, args.relay_since + capture_timeout)
+end
 if deadline > now then
   look_at(job, deadline)
   return answer('held')
