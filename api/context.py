@@ -42,7 +42,6 @@ from ..storage.store import open_store
 from .operations.disks import Disks
 from .operations.job_feed import JobFeed
 from .operations.service_figures import ServiceFigures
-from .operations.shares import Shares
 from .resolve import admission, global_capture, patches
 from .resolve.callback_url import check_callback
 from .resolve.feature_wishes import FeatureWish
@@ -59,8 +58,10 @@ from .resolve.tuned_lenses import fitted
 from .web import request_context
 from .web.auth import Gate, caller_of
 from .web.key_revocation import ALWAYS, HeldKey, KeyWatch
+from .web.open_calls import OpenCalls
 from .web.problems import ClientGone
 from .web.request_context import traceparent
+from .web.shares import Shares
 
 log = logging.getLogger("midstream.api")
 
@@ -107,6 +108,7 @@ class AppContext:
         self.store = open_store(settings.artifacts)
         self.disks = Disks(settings, self.store)
         self._usage = Usage(self.store, settings.capture_quota_mib << 20)
+        self.open_calls = OpenCalls(settings)
         self.feed = JobFeed(ledger, watcher)
         self.figures = ServiceFigures(settings, ledger, self.steering, self.disks, self._usage)
         self.helpers = Helpers(settings)

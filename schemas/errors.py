@@ -41,6 +41,8 @@ STATUS_OF_KIND: dict[str, int] = {
     "rate_limited": 429,  # the tenant submits faster than it may: requests or tokens per minute
     "too_many_jobs": 429,  # the tenant has as many jobs in flight as it may
     "too_many_harvests": 429,  # the tenant has as many harvests that have not ended as it may
+    "too_many_connections": 429,  # the tenant has as many requests open as it may
+    "too_many_streams": 429,  # the tenant has as many event streams open as it may, or opens them too often
     "capture_limit": 429,  # the tenant's captures and harvests take all the space that it may use
     "module_limit": 429,  # the tenant has as many named modules, or as large ones, as it may: it is to delete some
     "overloaded": 503,  # the queue, or Redis, is nearly full: nothing was accepted

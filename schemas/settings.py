@@ -223,6 +223,9 @@ class Settings(Record):
     max_body_mib: Count = 8  # of JSON
     max_file_mib: Count = 64  # of a file in place of JSON: modules
     max_connections: Count = 10_000  # of clients; fewer where the process may not open so many files
+    tenant_connections: Count = 5_000  # open requests of one tenant, held responses and streams among them, in one process
+    tenant_streams: Count = 250  # open event streams of one tenant, those of the page among them, in one process
+    tenant_streams_per_minute: Count = 1_200  # event streams that one tenant may open, after a burst of `tenant_streams`
     head_timeout_s: Positive = 15.0  # time for a new connection, or one that has begun a request, to send its headers
     body_timeout_s: Positive = 30.0  # time for a body to arrive; large ones get another second per 16 KiB
     tokenizer_processes: Count = 2  # processes that tokenise long texts for the API

@@ -1,56 +1,118 @@
-"""Changes of jobs for the page's feeds: read once per process a few times a second, however many pages are open."""
+"""Changes of jobs for the page's feeds: read and rendered once per process and audience, however many pages are open."""
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ...broker.ledger.feed import read_jobs
+from ...broker.ledger.feed import newest, read_jobs
 from ...broker.ledger.jobs import Ledger
 from ...broker.ledger.watch import Watcher
+from ...schemas.base import to_json
 from ...schemas.errors import MidstreamError
-from ...schemas.feed import FeedJob
 
 log = logging.getLogger("midstream.api")
 
-#: Seconds between two looks at what has changed; each feed sends at most one event of jobs in this time.
+#: Seconds between two looks at what has changed; each feed sends at most one batch of jobs in this time.
 TICK_S = 0.3
-#: Jobs that are read at a time; more wait for the next look.
+#: Events that all feeds of a process together send per second, about: with many feeds open the looks are further apart.
+SENDS_PER_S = 250
+#: Jobs that are read at a time, and that one event has.
 BATCH = 500
-#: Changed jobs that are remembered, of the process and of one feed. Beyond it feeds begin again from the newest jobs.
+#: Changed jobs that are remembered. Beyond it feeds begin again from the newest jobs.
 MOST_CHANGED = 10_000
+#: Events of an audience that are kept for feeds that are behind, or begin with an older list of the newest jobs.
+KEPT_EVENTS, KEPT_BYTES = 128, 1 << 20
+#: Seconds for which a list of newest jobs is kept, and bytes that all audiences' lists together have.
+LIST_S, LISTS_BYTES = 30.0, 64 << 20
+#: Seconds for which an audience is kept when its last feed has closed: a client may connect again.
+LINGER_S = 10.0
+#: Feeds that are woken at a time; between two such slices other calls have their turn.
+SLICE = 50
 #: Seconds before a look that failed is repeated.
 AGAIN_S = 1.0
+
+
+def event(kind: bytes, data: bytes) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind, data)
+
+
+def _jobs(rows: Sequence[bytes], more: bytes = b"") -> bytes:
+    """An event `jobs`: a `FeedJobs` of jobs that are JSON already. `more`: its other members."""
+    return event(b"jobs", b'{"jobs":[%b]%b}' % (b",".join(rows), more))
+
+
+class Newest:
+    """The newest jobs as they were when the audience's next event had the number `position`, as JSON."""
+
+    def __init__(self, rows: list[bytes], count: int, position: int) -> None:
+        self._rows, self.position = rows, position
+        self.count = count  # that were asked for
+        self.bytes = sum(map(len, rows))
+        self.until = time.monotonic() + LIST_S
+
+    def events(self, count: int) -> Iterator[bytes]:
+        """The first `count` in several events, so that neither side is busy with them for long."""
+        rows = self._rows[:count]
+        starts = range(0, max(len(rows), 1), BATCH)
+        for start in starts:
+            first, more = b',"first":true' if start == 0 else b"", b',"more":true' if start != starts[-1] else b""
+            yield _jobs(rows[start : start + BATCH], first + more)
+
+
+class Audience:
+    """The feeds that see the same jobs, and the events that they are sent; the latest of these are kept."""
+
+    def __init__(self, tenant: str | None) -> None:
+        self.tenant = tenant  # None: of all tenants
+        self.feeds: set[Subscriber] = set()
+        self.left = 0.0  # when its last feed closed
+        self.newest: Newest | None = None
+        self.reading = asyncio.Lock()
+        self.end = 0  # number of the next event
+        self._kept: deque[bytes] = deque()
+        self._bytes = 0
+
+    def put(self, sent: bytes) -> None:
+        self._kept.append(sent)
+        self._bytes += len(sent)
+        self.end += 1
+        while len(self._kept) > KEPT_EVENTS or (self._bytes > KEPT_BYTES and len(self._kept) > 1):
+            self._bytes -= len(self._kept.popleft())
+
+    def miss(self) -> None:
+        """Events may be missing from here on: no feed goes on, each begins again."""
+        self._kept.clear()
+        self._bytes = 0
+        self.end += 1
+
+    def after(self, position: int) -> list[bytes] | None:
+        """The events from this number on; None if they are not kept any more."""
+        missing = self.end - len(self._kept) - position
+        return None if missing > 0 else list(itertools.islice(self._kept, -missing, None))
 
 
 class Subscriber:
     """One feed."""
 
-    def __init__(self, tenant: str | None) -> None:
-        self.tenant = tenant  # None: of all tenants
-        self.missed = True  # it is to begin from the newest jobs
+    def __init__(self, feed: "JobFeed", audience: Audience) -> None:
+        self._feed, self._audience = feed, audience
+        self._position = -1  # number of the next event that it sends; -1: it is to begin from the newest jobs
         self.woken = asyncio.Event()
-        self._changed: dict[str, FeedJob] = {}
 
-    def miss(self) -> None:
-        self._changed.clear()
-        self.missed = True
-        self.woken.set()
-
-    def put(self, job: FeedJob) -> None:
-        if self.tenant is not None and job.tenant != self.tenant:
-            return
-        if len(self._changed) >= MOST_CHANGED:
-            self.miss()
-            return
-        self._changed[job.id] = job
-        self.woken.set()
-
-    def take(self) -> list[FeedJob]:
-        """What has changed since the last call, each job once, in its latest state."""
-        found, self._changed = list(self._changed.values()), {}
+    async def take(self, count: int) -> Iterable[bytes]:
+        """The events that it is to send now; first, and when it has fallen behind, the newest `count` jobs. Raises `unavailable`."""
         self.woken.clear()
-        return found
+        sent = self._audience.after(self._position) if self._position >= 0 else None
+        if sent is None:
+            found = await self._feed.newest(self._audience, count)
+            self._position = found.position
+            return found.events(count)
+        self._position += len(sent)
+        return sent
 
 
 class JobFeed:
@@ -59,32 +121,56 @@ class JobFeed:
     def __init__(self, ledger: Ledger, watcher: Watcher) -> None:
         self._ledger = ledger
         self._watcher = watcher
-        self._subscribers: set[Subscriber] = set()
+        self._audiences: dict[str | None, Audience] = {}
         self._changed: dict[str, None] = {}
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
     def of(self, tenant: str | None) -> Iterator[Subscriber]:
-        subscriber = Subscriber(tenant)
-        self._subscribers.add(subscriber)
+        audience = self._audiences.setdefault(tenant, Audience(tenant))
+        subscriber = Subscriber(self, audience)
+        audience.feeds.add(subscriber)
         self._watcher.on_change, self._watcher.on_gap = self._hear, self._miss
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="midstream-feed")
         try:
             yield subscriber
         finally:
-            self._subscribers.discard(subscriber)
-            if not self._subscribers:
-                self._watcher.on_change = self._watcher.on_gap = None
-                self._changed.clear()
+            audience.feeds.discard(subscriber)
+            audience.left = time.monotonic()
 
     @property
     def open(self) -> int:
-        return len(self._subscribers)
+        return sum(len(audience.feeds) for audience in self._audiences.values())
 
     def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
+        for audience in self._audiences.values():
+            for subscriber in audience.feeds:
+                subscriber.woken.set()
+
+    async def newest(self, audience: Audience, count: int) -> Newest:
+        """The newest `count` jobs, or more: read once for all feeds that begin while what has changed since then is kept."""
+        async with audience.reading:
+            found = audience.newest
+            if found is None or found.count < count or time.monotonic() > found.until or audience.after(found.position) is None:
+                position, rows = audience.end, []
+                names = await newest(self._ledger, audience.tenant, count)
+                for start in range(0, len(names), BATCH):
+                    rows += [to_json(job) for job in await read_jobs(self._ledger, names[start : start + BATCH])]
+                found = audience.newest = Newest(rows, count, position)
+                self._forget_lists()
+            return found
+
+    def _forget_lists(self) -> None:
+        """Keep the latest lists, as many as there is room for."""
+        room = LISTS_BYTES
+        kept = [(audience.newest, audience) for audience in self._audiences.values() if audience.newest is not None]
+        for found, audience in sorted(kept, key=lambda pair: -pair[0].until):
+            room -= found.bytes
+            if room < 0 or time.monotonic() > found.until:
+                audience.newest = None
 
     def _hear(self, job_id: str) -> None:
         self._changed[job_id] = None
@@ -93,13 +179,15 @@ class JobFeed:
 
     def _miss(self) -> None:
         self._changed.clear()
-        for subscriber in self._subscribers:
-            subscriber.miss()
+        for audience in self._audiences.values():
+            audience.miss()
+            for subscriber in audience.feeds:
+                subscriber.woken.set()
 
     async def _run(self) -> None:
-        """Ends when no feed is open; no failure ends it."""
-        while self._subscribers:
-            await asyncio.sleep(TICK_S)
+        """Ends when no audience is left; no failure ends it."""
+        while self._audiences:
+            await asyncio.sleep(max(TICK_S, self.open / SENDS_PER_S))
             try:
                 await self._look()
             except Exception as error:
@@ -109,11 +197,33 @@ class JobFeed:
                     log.exception("changed jobs could not be read for the page's feeds; they begin again")
                 self._miss()
                 await asyncio.sleep(AGAIN_S)
+            self._forget()
+        self._watcher.on_change = self._watcher.on_gap = None
+        self._changed.clear()
 
     async def _look(self) -> None:
-        names = list(self._changed)[:BATCH]
-        for name in names:
-            del self._changed[name]
-        for job in await read_jobs(self._ledger, names):
-            for subscriber in self._subscribers:
-                subscriber.put(job)
+        """Put what has changed into the events of all who may see it, and wake their feeds."""
+        names, self._changed = list(self._changed), {}
+        woken: set[str | None] = set()
+        for start in range(0, len(names), BATCH):
+            rows: dict[str | None, list[bytes]] = {}
+            for job in await read_jobs(self._ledger, names[start : start + BATCH]):
+                row = to_json(job)
+                for tenant in (None, job.tenant):
+                    if tenant in self._audiences:
+                        rows.setdefault(tenant, []).append(row)
+            for tenant, changed in rows.items():
+                self._audiences[tenant].put(_jobs(changed))
+            woken.update(rows)
+        feeds = [subscriber for tenant in woken for subscriber in self._audiences[tenant].feeds]
+        for number, subscriber in enumerate(feeds, 1):
+            subscriber.woken.set()
+            if number % SLICE == 0:
+                await asyncio.sleep(0)
+
+    def _forget(self) -> None:
+        """Drop the audiences whose last feed closed a while ago, and lists that are old."""
+        over = time.monotonic() - LINGER_S
+        for audience in [audience for audience in self._audiences.values() if not audience.feeds and audience.left < over]:
+            del self._audiences[audience.tenant]
+        self._forget_lists()

@@ -1,4 +1,4 @@
-"""What the page's top bar shows of the service: read once every few seconds per process, however many pages are open."""
+"""What the page's top bar shows of the service: read and rendered once every few seconds per process, however many pages are open."""
 
 import asyncio
 import shutil
@@ -10,12 +10,13 @@ import msgspec
 from ...broker.artifacts.retention import Usage
 from ...broker.ledger.jobs import Ledger, reachable
 from ...broker.ledger.steering import Steering
-from ...schemas.base import now
+from ...schemas.base import now, to_json
 from ...schemas.compatibility import judged
 from ...schemas.feed import FeedModel, FeedService
 from ...schemas.keys import Caller, TenantView
 from ...schemas.settings import Settings
 from .disks import Disks
+from .job_feed import event
 
 #: Seconds for which the figures hold.
 FRESH_S = 2.0
@@ -29,18 +30,26 @@ class ServiceFigures:
         self._lock = asyncio.Lock()
         self._due = 0.0
         self._known: FeedService | None = None
+        self._rendered: dict[tuple[str, bool], bytes] = {}  # tenant, and whether it may observe; while `_known` holds
 
-    async def of(self, caller: Caller) -> FeedService:
-        """The figures as the caller may see them. Raises `unavailable`."""
-        tenant = await reachable(self._ledger.tenants.view)(caller.tenant)
+    async def rendered(self, caller: Caller) -> bytes:
+        """The figures as the caller may see them, as a feed's event `service`. Raises `unavailable`."""
+        shown = caller.tenant, caller.may("observe")
         async with self._lock:
             if self._known is None or time.monotonic() >= self._due:
-                self._known = await self._read(tenant)
+                self._known = await self._read(await self._tenant(caller.tenant))
                 self._due = time.monotonic() + FRESH_S
-        known = msgspec.structs.replace(self._known, tenant=tenant)
-        if caller.may("observe"):
-            return known
-        return FeedService(at=known.at, models=known.models, tenant=tenant)
+                self._rendered.clear()
+            if shown not in self._rendered:
+                known = msgspec.structs.replace(self._known, tenant=await self._tenant(caller.tenant))
+                if not caller.may("observe"):
+                    known = FeedService(at=known.at, models=known.models, tenant=known.tenant)
+                self._rendered[shown] = event(b"service", to_json(known))
+            return self._rendered[shown]
+
+    @reachable
+    async def _tenant(self, name: str) -> TenantView:
+        return await self._ledger.tenants.view(name)
 
     async def _read(self, tenant: TenantView) -> FeedService:
         workers = [judged(worker) for worker in await self._ledger.workers()]

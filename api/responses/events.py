@@ -20,6 +20,8 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 #: Silence for longer lets proxies and clients think that the connection is dead.
 PING_S = 15.0
 PING = b": ping\n\n"
+#: Begins a stream: how many milliseconds its client is to wait before it connects again.
+RETRY = b"retry: 3000\n\n"
 BATCH = 256
 
 #: Ids are those of the Redis stream.
@@ -85,6 +87,7 @@ def encode_problem(problem: Problem) -> bytes:
 async def server_sent(context: AppContext, job_id: str, after: str, caller: Caller) -> AsyncIterator[bytes]:
     """The body of `GET /v1/jobs/{id}/events`; up to a problem when the caller's key counts no more."""
     with context.key_watch.of(caller) as held_key:
+        yield RETRY
         try:
             async for batch in follow(context, job_id, after, held_key=held_key):
                 yield b"".join(map(encode, batch)) if batch else PING

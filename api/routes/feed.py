@@ -12,6 +12,7 @@ from ..responses import events
 from ..responses.feed import job_feed
 from ..web.auth import caller_of, tenant_asked
 from ..web.body import JsonRequest
+from ..web.open_calls import EVENTS
 from .jobs import ERRORS, Whose
 
 
@@ -22,6 +23,7 @@ from .jobs import ERRORS, Whose
     "then with those that are new or have changed, at most three times a second; `service` every two seconds; `error` with a problem "
     "when the key is revoked or expires. A new connection begins with the newest jobs again.",
     media_type=events.MEDIA_TYPE,
+    opt=EVENTS,
     responses=ERRORS,
 )
 async def feed(

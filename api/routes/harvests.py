@@ -21,6 +21,7 @@ from ..resolve.harvests import plan_harvest
 from ..responses import events
 from ..web.auth import caller_of, tenant_asked
 from ..web.body import JsonRequest
+from ..web.open_calls import EVENTS
 from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, Key, PageSize, Whose
 
 #: How often a stream looks for news, and how long it may be silent.
@@ -65,6 +66,7 @@ async def get_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestVie
     description="Server-sent events: `progress` with the harvest as `GET /v1/harvests/{harvest_id}` answers, whenever it has changed; "
     "`done` is the last.",
     media_type=events.MEDIA_TYPE,
+    opt=EVENTS,
     responses=ERRORS,
 )
 async def harvest_events(harvest_id: HarvestId, request: JsonRequest) -> Response[Any]:
@@ -75,6 +77,7 @@ async def harvest_events(harvest_id: HarvestId, request: JsonRequest) -> Respons
 async def _progress(context: AppContext, harvest_id: str, caller: Caller) -> AsyncIterator[bytes]:
     version, silent = 0, 0.0
     with context.key_watch.of(caller) as held_key:
+        yield events.RETRY
         while not context.closing:
             try:
                 held_key.check()

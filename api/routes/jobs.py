@@ -21,6 +21,7 @@ from ..web import problems
 from ..web.auth import caller_of, seen, tenant_asked
 from ..web.body import JsonRequest
 from ..web.middleware import released
+from ..web.open_calls import EVENTS
 
 WAIT = re.compile(r"\s*wait\s*=\s*\"?(\d{1,9})\"?\s*")
 
@@ -146,6 +147,7 @@ async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known:
     "last, or `error` with a problem if the key is revoked or expires. Resume with `Last-Event-ID`; "
     "204 if the job has ended and no event follows.",
     media_type=events.MEDIA_TYPE,
+    opt=EVENTS,
     responses={204: ResponseSpec(None, description="The job has ended and no event follows"), **ERRORS},
 )
 async def job_events(job_id: JobId, request: JsonRequest, last: Last = None) -> Response[Any]:

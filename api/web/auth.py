@@ -24,6 +24,7 @@ from ...schemas.jobs import JobView
 from ...schemas.keys import EVERYBODY, KEY_PREFIX, Caller, Key, Scope
 from ...schemas.sessions import Session
 from ...schemas.settings import Settings, asks_for_keys
+from .middleware import QUIET
 from .wrong_keys import WrongKeys
 
 #: Seconds for which a process caches a key: after that, a revoked key is rejected everywhere.
@@ -222,7 +223,7 @@ class Gate:
 
 
 async def authorize(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
-    """The guard of all routes. Raises `unauthorized`, `forbidden`."""
+    """The guard of all routes. Raises `unauthorized`, `forbidden`, and as `OpenCalls.enter`."""
     scope = needed(connection.scope["method"], connection.scope["path_template"])  # type: ignore[typeddict-item]
     if scope is None:
         return
@@ -231,6 +232,8 @@ async def authorize(connection: ASGIConnection[Any, Any, Any, Any], handler: Bas
         has = ", ".join(sorted(caller.scopes))
         raise MidstreamError("forbidden", f"scope {scope!r} is required; the key has {has}", allowed=f"a key with scope {scope}")
     connection.scope["auth"] = caller
+    if connection.scope["path"] not in QUIET:  # what watches over the service is answered all the same
+        connection.app.state.context.open_calls.enter(caller.tenant, bool(handler.opt.get("events")))
 
 
 async def _caller(connection: ASGIConnection[Any, Any, Any, Any]) -> Caller:

@@ -98,6 +98,7 @@ class App(Litestar):
                 if waiting.cancelled_caught and not status:
                     await _stopped(scope["path"], answer)
             finally:
+                call.held.close()
                 self._open.discard(waiting)
                 status = status or 500
                 request_context.CURRENT.reset(token)

@@ -1,8 +1,9 @@
 """The call that is being answered: what handlers and error answers need to know of it."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...broker.ops.traces import Span
@@ -24,6 +25,7 @@ class Call:
     job: str = ""  # the id under which a job is being accepted
     url: str = ""  # where the job is found
     accepted: bool = False  # whether the ledger has confirmed it
+    held: ExitStack = field(default_factory=ExitStack)  # what the call holds until its answer has ended, or its client has left
     written: bool = False  # whether all that the answer says is known to survive a kill of Redis
 
 

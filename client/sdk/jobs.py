@@ -129,6 +129,7 @@ class JobCalls(Calls):
                 patience.check(wire.unreachable(self._io.url, error))
             except MidstreamError as error:
                 patience.check(error)
+                await self._io.sleep(error.retry_after or 0.0)
             await self._io.sleep(wire.PAUSE_S)
 
     @call

@@ -363,6 +363,10 @@ def only_model(served: list[str]) -> str:
     return served[0]
 
 
+#: Kinds of refusals that pass by themselves.
+PASSING = frozenset({"unavailable", "too_many_connections", "too_many_streams"})
+
+
 class Patience:
     """Decides, after a failed poll, whether to try again; an API that restarts is waited for, one that is gone is not."""
 
@@ -375,7 +379,7 @@ class Patience:
 
     def check(self, error: MidstreamError) -> None:
         """Raises `error` when it is not of the passing kind, or has lasted too long."""
-        if error.kind != "unavailable":
+        if error.kind not in PASSING:
             raise error
         self._since = self._since or time.monotonic()
         if time.monotonic() - self._since > self._seconds:

@@ -1,8 +1,10 @@
 """The page's login and feed over HTTP: who gets a session, which calls it opens, when it ends, and whose jobs its feed has."""
 
 import re
+import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,15 @@ from midstream.schemas.settings import Settings, SettingsError
 #: Only ends what hangs.
 LONG_S = 60.0
 HERE = {"Sec-Fetch-Site": "same-origin"}
+#: Limits of a tenant.
+STREAMS, CONNECTIONS = 10, 12
 
 
 @pytest.fixture(scope="module")
 def api(redis_session: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     flushed(redis_session.url)
-    with asking(tmp_path_factory.mktemp("session"), redis_session.url) as api:
+    limits = {"max_wait_s": LONG_S, "tenant_streams": STREAMS, "tenant_streams_per_minute": 120, "tenant_connections": CONNECTIONS}
+    with asking(tmp_path_factory.mktemp("session"), redis_session.url, **limits) as api:
         yield api
 
 
@@ -338,3 +343,74 @@ def test_a_revoked_key_ends_its_sessions(api: Api, hand: Hand) -> None:
         assert time.monotonic() < deadline, "a process remembers a key for seconds"
         time.sleep(0.1)
     assert problem(log_in(api, {"key": caller.key.key}, **HERE), 401)["field"] == "key"
+
+
+# --- Limits of what a tenant has open ------------------------------------------------------------------------------------
+
+
+def refused(answer: httpx.Response, kind: str, setting: str) -> None:
+    """The answer is the refusal of this kind; it names the setting and says when to try again."""
+    found = problem(answer, 429)
+    assert (found["type"], int(answer.headers["retry-after"]) >= 5) == (f"urn:midstream:{kind}", True)
+    assert f"(setting {setting})" in found["detail"]
+
+
+def until_open(api: Api, caller: Caller, path: str) -> None:
+    """Until a place has become free, which a client that has left had, and the rate allows a stream."""
+    deadline = time.monotonic() + LONG_S
+    while True:
+        with caller.http.stream("GET", path) as answer:
+            if answer.status_code == 200:
+                return
+        assert time.monotonic() < deadline, "the place of a client that has left is not free"
+        time.sleep(0.2)
+
+
+def test_the_event_streams_of_a_tenant_are_limited_and_freed_on_disconnect(api: Api, hand: Hand) -> None:
+    caller, other = Caller(api, hand, "carol"), Caller(api, hand, "dave")
+    browser, job_id = Browser(api, caller.key.key), caller.submit()
+    lines = []  # kept: a stream whose lines are forgotten is closed
+    with ExitStack() as streams:
+        for number in range(STREAMS):  # of the page and of jobs, with the session and with the key
+            http, path = (browser.http, "/v1/feed") if number % 2 else (caller.http, f"/v1/jobs/{job_id}/events")
+            answer = streams.enter_context(http.stream("GET", path))
+            lines.append(answer.iter_lines())
+            assert (answer.status_code, next(lines[-1])) == (200, "retry: 3000")
+        for path in ("/v1/feed", f"/v1/jobs/{job_id}/events", "/v1/harvests/h/events"):
+            refused(browser.http.get(path), "too_many_streams", "tenant_streams")
+        assert caller.http.get(f"/v1/jobs/{job_id}").status_code == 200
+        until_open(api, other, "/v1/feed")
+    until_open(api, caller, "/v1/feed")
+
+
+def test_a_tenant_that_opens_streams_again_and_again_is_slowed_down(api: Api, hand: Hand) -> None:
+    caller = Caller(api, hand, "erin")
+    answers = []
+    while not answers or answers[-1].status_code == 200:
+        with caller.http.stream("GET", "/v1/feed") as answer:
+            answers.append(answer)
+            if answer.status_code != 200:
+                answer.read()
+        assert len(answers) < 1000
+    assert len(answers) > STREAMS, "a burst is accepted"
+    refused(answers[-1], "too_many_streams", "tenant_streams_per_minute")
+    until_open(api, Caller(api, hand, "dave"), "/v1/feed")
+
+
+def test_the_open_requests_of_a_tenant_are_limited_and_freed_on_disconnect(api: Api, hand: Hand) -> None:
+    caller = Caller(api, hand, "frank")
+    path, headers = f"/v1/jobs/{caller.submit()}?wait=60", bearer(caller.key.key)
+    host, port = api.url.removeprefix("http://").split(":")
+    with ExitStack() as held:
+        for _ in range(CONNECTIONS + 1):  # one may be refused while a call of the loop below has its place
+            connection = held.enter_context(socket.create_connection((host, int(port))))
+            lines = [f"GET {path} HTTP/1.1", "Host: localhost", *(f"{name}: {value}" for name, value in headers.items())]
+            connection.sendall("\r\n".join([*lines, "", ""]).encode())
+        deadline = time.monotonic() + LONG_S
+        while (answer := caller.http.get("/v1/models")).status_code == 200:
+            assert time.monotonic() < deadline
+        refused(answer, "too_many_connections", "tenant_connections")
+        assert api.http.get("/healthz").status_code == 200
+        assert Caller(api, hand, "dave").http.get("/v1/models").status_code == 200
+    while caller.http.get("/v1/models").status_code != 200:
+        assert time.monotonic() < deadline, "the requests of clients that have left still count"

@@ -68,6 +68,7 @@ export class EventParser {
   constructor() {
     this.decoder = new TextDecoder();
     this.text = "";
+    this.retry = 0; // seconds that the server wants a client to wait before it connects again
     this.reset();
   }
 
@@ -95,6 +96,7 @@ export class EventParser {
         if (name === "data") this.lines.push(value);
         else if (name === "event") this.event = value;
         else if (name === "id") this.id = value;
+        else if (name === "retry") this.retry = Number(value) / 1000 || 0;
       }
     }
   }
@@ -126,13 +128,14 @@ export async function sse(path, { method = "GET", body, onEvent, signal, reconne
       if (!answer.ok) throw await problemOf(answer);
       if (answer.status === 204) return;
       onState(true, null, answer);
-      wait = 0.5;
       const reader = answer.body.getReader();
       const parser = new EventParser();
       for (;;) {
         const { done, value } = await reader.read();
         if (done) break;
-        for (const found of parser.push(value)) {
+        const events = parser.push(value);
+        wait = parser.retry || 0.5;
+        for (const found of events) {
           if (found.id) last = found.id;
           if (found.data === "[DONE]") return;
           let data = found.data;
