@@ -25,7 +25,7 @@ from ..broker.ledger.source_runs import SourceRuns
 from ..broker.ledger.steering import Steering
 from ..broker.ledger.tuned_lenses import TunedLenses
 from ..broker.ledger.watch import Watcher
-from ..broker.ops import logs
+from ..broker.ops import global_capture, logs
 from ..broker.ops.hosts import Hosts
 from ..broker.queue.celery_app import make_app as make_celery
 from ..schemas.base import from_msgpack
@@ -36,13 +36,14 @@ from ..schemas.features import FeatureSpec
 from ..schemas.jobs import Job, JobView, State
 from ..schemas.keys import Caller, own, scoped, shown
 from ..schemas.models import ModelInfo, TokenizerBundle
+from ..schemas.probes import StoredProbe
 from ..schemas.settings import Settings, asks_for_keys
 from ..schemas.specs import PatchSpec, SteeringSpec
 from ..storage.store import open_store
 from .operations.disks import Disks
 from .operations.job_feed import JobFeed
 from .operations.service_figures import ServiceFigures
-from .resolve import admission, global_capture, patches
+from .resolve import admission, patches
 from .resolve.callback_url import check_callback
 from .resolve.feature_wishes import FeatureWish
 from .resolve.features import NONE, FeatureFiles, Named, Rows, check_range, check_specs
@@ -72,8 +73,6 @@ OUTAGE_S = 20.0
 OUTAGE_PAUSE_S = 0.25
 #: An abandoned wait normally ends long before; if its cancellation was lost, it is cancelled again.
 CANCEL_AGAIN_S = 0.2
-#: The last part of a full quota is kept for what users ask for: what the operator captures of every request is then left out.
-QUOTA_SPARE = 16
 #: Time limit for broadcasting a cancellation to workers; otherwise they notice it at their next renewal.
 BROADCAST_S = 5.0
 #: Captures whose rows are read for their norms at the same time; others wait.
@@ -238,6 +237,11 @@ class AppContext:
         named = await SourceRuns(self.ledger, caller).names(model) if len(runs) < len(wanted) else []
         return ModelState(modules, current, known, runs, named)
 
+    async def watching(self, info: ModelInfo) -> list[StoredProbe]:
+        """The probes that score all traffic of the model."""
+        _, names = await self.ledger.watched_model(info.name)
+        return await self.probes.watching(info, names)
+
     async def _wishes(self, info: ModelInfo, specs: Iterable[FeatureSpec | FeatureWish]) -> list[FeatureWish]:
         """What is to be read, with the autoencoders. Raises a 400 naming the field."""
         found = []
@@ -267,7 +271,7 @@ class AppContext:
             await anyio.to_thread.run_sync(self._usage.take, [1])
         if tags & operators:
             try:
-                await anyio.to_thread.run_sync(self._usage.take, [1], (self.settings.capture_quota_mib << 20) // QUOTA_SPARE)
+                await anyio.to_thread.run_sync(self._usage.take, [1], (self.settings.capture_quota_mib << 20) // global_capture.QUOTA_SPARE)
             except MidstreamError as error:
                 return global_capture.without(job, info, "quota", error.detail)
         return job

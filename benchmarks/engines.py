@@ -25,7 +25,7 @@ from midstream.schemas.settings import Settings, load_settings, to_environment
 from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
-from midstream.workers.engine.protocol import engine_request
+from midstream.workers.engine.requests import prompt_request
 
 DATA = Path(__file__).with_name("data")
 #: Variable with arguments for vLLM beyond the settings', as JSON.
@@ -223,7 +223,7 @@ class _Ours:
         names += [name for probe in job.probes for name in probe.content.tensors]
         await self._engine.hold_vectors(names, self._fetch)
         count = 0
-        async for progress in self._engine.generate(engine_request(job, 0, 1), GlobalSteering()):
+        async for progress in self._engine.generate(prompt_request(job, 0, 1), GlobalSteering()):
             count += len(progress.token_ids)
         await self._engine.release_vectors(names)
         return count

@@ -11,9 +11,24 @@ from typing import cast, get_args
 import msgspec
 
 from .choices import suggestion
-from .selectors import EVERY, HOOKS, Alias, Hook, HookName, LayerSelector, RequestedName, resolve_sites, written_range
+from .errors import MidstreamError
+from .models import ModelInfo
+from .selectors import (
+    EVERY,
+    HOOKS,
+    Alias,
+    Hook,
+    HookName,
+    LayerSelector,
+    RequestedName,
+    SelectorError,
+    cut_positions,
+    resolve_positions,
+    resolve_sites,
+    written_range,
+)
 from .settings import Settings, SettingsError
-from .specs import CaptureSpec
+from .specs import CaptureSpec, StoredCapture
 
 #: Names of hooks, aliases included.
 HOOK_NAMES = (*EVERY, *get_args(Alias))
@@ -39,6 +54,35 @@ def from_settings(settings: Settings, num_layers: int | None = None, hooks: Sequ
     except ValueError as error:
         raise SettingsError(f"global_capture: {error}") from error
     return specs
+
+
+def captures_of(spec: CaptureSpec, model: ModelInfo, lengths: Sequence[int]) -> list[StoredCapture | None]:
+    """Return what global capture takes of prompts of these lengths; None for one that has none of the positions.
+
+    Raises MidstreamError("internal") for a spec that does not fit the model: the worker checked it when it started.
+    """
+    found: list[StoredCapture | None] = []
+    try:
+        sites = resolve_sites(spec.wanted, model.num_layers, model.hooks, model.absent)
+        for tokens in lengths:
+            positions = cut_positions(spec.positions, tokens)
+            if positions == []:
+                found.append(None)
+                continue
+            capture = StoredCapture(
+                sites=sites, positions=resolve_positions(positions, tokens), tag=spec.tag, every_n=spec.every_n, at=spec.at,
+                dtype=spec.dtype, layout=spec.layout, consumers=spec.consumers,
+            )  # fmt: skip
+            found.append(capture)
+    except SelectorError as error:
+        raise MidstreamError("internal", f"global capture does not fit the model: {error}") from error
+    return found
+
+
+def step_rows(captures: Sequence[StoredCapture], model: ModelInfo, prompt_tokens: int, max_tokens: int) -> int:
+    """Return how many rows a request gives in one engine step at least: those of a token and its drafts. Longer prompts are split."""
+    tokens = 1 + model.speculative_tokens
+    return sum(capture.num_sites * min(tokens, capture.count_positions(prompt_tokens, max_tokens)) for capture in captures)
 
 
 def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> list[CaptureSpec]:

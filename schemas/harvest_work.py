@@ -6,8 +6,6 @@ from .base import Record
 
 #: The consumer of rows that become shards; users cannot name it.
 HARVEST = "harvest"
-#: How the message of a shard that could not be written begins: the store is at fault, not the rows.
-WRITE_FAILED = "write failed: "
 
 #: Shards whose sequences a worker has in the engine at a time, of all harvests: so many are in each rank's memory.
 SHARDS_AT_ONCE = 3

@@ -189,6 +189,7 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     echo: bool = False  # outputs come with their prompts
     fills: bool = False  # of prompts with images: generate as long as the model's length allows, which `sampling.max_tokens` exceeds
     probes: list[StoredProbe] = []  # that score all its prompts
+    global_captures: list[CaptureSpec] = []  # of a sweep or harvest, whose prompts are not in `prompts`: what the operator captures of them
 
     @property
     def wants_receipts(self) -> bool:

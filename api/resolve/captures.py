@@ -5,14 +5,14 @@ below it, when a SelectorError says where). A new hook or option is a row in `CA
 Steering is `steering_rules.py`'s and `steered.py`'s.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from ...schemas.errors import MidstreamError, invalid
+from ...broker.ops import global_capture
+from ...schemas.errors import invalid
 from ...schemas.extensions import ReaderSpec
+from ...schemas.global_capture import captures_of, step_rows
 from ...schemas.images import ImageRef
 from ...schemas.lens import LensSpec
 from ...schemas.models import ModelInfo
@@ -24,7 +24,6 @@ from ...schemas.selectors import (
     Span,
     SpanFinder,
     Window,
-    cut_positions,
     no_text,
     resolve_layers,
     resolve_positions,
@@ -32,7 +31,6 @@ from ...schemas.selectors import (
 )
 from ...schemas.specs import DEFAULT_CONSUMERS, CaptureSpec, PatchSpec, SitesSpec, SteeringSpec, StoredCapture, memory_bytes
 from ...schemas.steering import SteeringTemplate
-from . import global_capture
 from .feature_wishes import FeatureWish
 from .heads import heads_of
 
@@ -208,7 +206,8 @@ def _captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]
 def _add(spec: CaptureSpec, per_prompt: Sequence[list[StoredCapture]], bounds: Bounds) -> None:
     """Global capture, for the prompts in whose steps there is room for it. No request is rejected because of it."""
     crowded = 0
-    for index, (captures, more) in enumerate(zip(per_prompt, _of_everyone(spec, bounds), strict=True)):
+    found = captures_of(spec, bounds.model, [prompt.tokens for prompt in bounds.prompts])
+    for index, (captures, more) in enumerate(zip(per_prompt, found, strict=True)):
         if more is None:
             continue
         if _fits_step([*captures, more], index, bounds):
@@ -219,29 +218,12 @@ def _add(spec: CaptureSpec, per_prompt: Sequence[list[StoredCapture]], bounds: B
         global_capture.left_out("buffer", crowded, "one token has more rows than the worker's buffer holds (capture_buffer_mib)")
 
 
-def _of_everyone(spec: CaptureSpec, bounds: Bounds) -> Iterator[StoredCapture | None]:
-    """No user requested it, so positions beyond a short prompt are skipped, and possibly the whole capture."""
-    try:
-        named = msgspec.structs.replace(spec, positions="all")
-        (capture,) = _captures(named, Bounds(bounds.model, [PromptFacts(1)]), "global_capture")
-        for prompt in bounds.prompts:
-            positions = cut_positions(spec.positions, prompt.tokens)
-            if positions == []:
-                yield None
-            else:
-                yield msgspec.structs.replace(capture, positions=resolve_positions(positions, prompt.tokens))
-    except (MidstreamError, SelectorError) as error:  # not the user's mistake: the worker checked it against its model when it started
-        raise MidstreamError("internal", f"global capture does not fit the model: {error}") from error
-
-
 def _fits_step(captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> bool:
     return bounds.model.step_holds(_unsplit_rows(captures, index, bounds))
 
 
 def _unsplit_rows(captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> int:
-    """How many rows prompt `index` gives in one engine step at least: those of a token and its drafts. Longer prompts are split."""
-    tokens = 1 + bounds.model.speculative_tokens
-    return sum(capture.num_sites * min(tokens, _positions_of(capture, index, bounds)) for capture in captures)
+    return step_rows(captures, bounds.model, bounds.prompts[index].tokens, bounds.max_tokens)
 
 
 def _positions_of(capture: StoredCapture, index: int, bounds: Bounds) -> int:

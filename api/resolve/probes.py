@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...broker.ledger.probes import Probes
+from ...broker.ledger.probes import Probes, misfit
 from ...schemas.base import now, to_msgpack
-from ...schemas.errors import MidstreamError, invalid, unknown
+from ...schemas.errors import invalid, unknown
 from ...schemas.limits import MAX_PROBE_LABELS, MAX_PROBE_TOKENS, MAX_REQUEST_PROBES
 from ...schemas.models import ModelInfo
 from ...schemas.probes import Probe, ProbeContent, ProbeRequest, ProbeUse, StoredProbe
@@ -126,25 +126,7 @@ async def probes_of(asked: Sequence[str | ProbeUse], model: ModelInfo, probes: P
         check_action(probe, use.action, f"{at}.action", model)
         check_use(use, at, model)
         found.append(probe.stored(use.action, tokens=use.tokens))
-    for probe in await probes.named(model.name, watching):
-        # A probe that does not fit the model that is served now cannot be evaluated: no traffic may pass it silently.
-        if (why := misfit(probe, model)) is not None:
-            detail = f"the probe {probe.name!r}, which watches all traffic, {why}: delete it or register it again"
-            raise MidstreamError("unavailable", detail)
-        found.append(probe.stored(probe.watch or "none", watching=True))
-    return found
-
-
-def misfit(probe: Probe, model: ModelInfo) -> str | None:
-    """Why the probe cannot score rows of this model, which may have been restarted since; None: it can."""
-    content = probe.content
-    if probe.hidden_size != model.hidden_size:
-        return f"reads rows of width {probe.hidden_size}; the model has rows of width {model.hidden_size}"
-    if content.layer >= model.num_layers:
-        return f"reads layer {content.layer}; the model has layers 0 to {model.num_layers - 1}"
-    if content.hook not in model.hooks:
-        return f"reads hook {content.hook}; the model has {', '.join(model.hooks)}"
-    return None
+    return found + await probes.watching(model, watching)
 
 
 def check_action(probe: Probe, action: str, at: str, model: ModelInfo) -> None:

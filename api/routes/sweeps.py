@@ -29,6 +29,7 @@ async def submit_sweep(context: AppContext, body: SweepRequest, idempotency: tup
     if idempotency and (known := await context.ledger.repeated(idempotency)):
         return known  # counted already
     lora = await named_lora(body.lora, info, context.loras)
+    probes = await context.watching(info)
     sweep, blobs = await _planned(context, body, info, caller)
     job = Job(
         id=new_job_id(),
@@ -40,9 +41,12 @@ async def submit_sweep(context: AppContext, body: SweepRequest, idempotency: tup
         metadata=body.metadata,
         sweep=sweep,
         lora=lora,
+        probes=probes,
+        global_captures=info.global_captures,
         **handled(body, caller),
     )
-    return await context.accept(job, info, blobs, idempotency, request=to_json(body))
+    pinned = [name for probe in probes for name in probe.content.tensors]
+    return await context.accept(job, info, blobs, idempotency, pinned, to_json(body))
 
 
 async def _planned(context: AppContext, body: SweepRequest, info: ModelInfo, caller: Caller) -> Planned:

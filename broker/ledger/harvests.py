@@ -24,9 +24,12 @@ from ...schemas.harvests import (
     UnitEntry,
 )
 from ...schemas.jobs import Job, Sampling, State
+from ...schemas.models import ModelInfo
+from ...schemas.probes import StoredProbe
 from ...schemas.states import TERMINAL
 from . import scripts
 from .jobs import ALPHABET, Ledger, new_job_id, reachable
+from .probes import Probes
 from .tenants import limits_of, refusal
 
 log = logging.getLogger(__name__)
@@ -317,6 +320,10 @@ class Harvests:
     ) -> str:
         """Submit what there is room for; why a part has to wait, if one has."""
         there = {each.part.part for each in out}
+        try:
+            model, probes = await self._watched(harvest.model)
+        except MidstreamError as error:  # of a probe that watches all traffic and cannot: nothing may pass it
+            return error.detail
         for part in self._next(
             harvest, record, state, await self._room(harvest.model) - len(out), there | again.keys(), await self._begun(harvest.id)
         ):
@@ -325,7 +332,9 @@ class Harvests:
             part = msgspec.structs.replace(former.part, tries=former.part.tries + 1) if former.job else former.part
             each = Out(job=job_id_of(harvest.id, part.part, part.tries), part=part, failures=former.failures)
             try:
-                await self._ledger.submit(_job(harvest, each), {})
+                job = _job(harvest, each, model, probes)
+                pinned = {name for probe in job.probes for name in probe.content.tensors}
+                await self._ledger.submit(job, {}, None, pinned, {spec.tag for spec in job.global_captures})
             except MidstreamError as error:
                 if error.kind in WAITS:
                     return error.detail
@@ -336,6 +345,13 @@ class Harvests:
                 await self._stop(each)  # it was paused or cancelled meanwhile
                 return ""
         return ""
+
+    async def _watched(self, name: str) -> tuple[ModelInfo, "list_of_probes"]:
+        """The model, and the probes that score all its traffic now."""
+        model, watching = await self._ledger.watched_model(name)
+        if model is None:
+            raise MidstreamError("unavailable", f"the model {name!r} is not served")
+        return model, await Probes(self._ledger).watching(model, watching)
 
     async def _begun(self, harvest_id: str) -> int:
         """Parts were begun in order: how many."""
@@ -388,12 +404,16 @@ class Harvests:
 
 list_of_text = list[str]
 list_of_out = list[Out]
+list_of_probes = list[StoredProbe]
 
 
-def _job(harvest: StoredHarvest, out: Out) -> Job:
+def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, probes: "list_of_probes") -> Job:
+    """The job of a part: of one that computes also with what applies to all traffic now."""
+    runs = out.part.role == "run"
     return Job(
         id=out.job, kind="harvest", model=harvest.model, prompts=[], sampling=Sampling(max_tokens=1), created=now(), harvest=out.part,
         tenant=harvest.tenant, key=harvest.key, priority=harvest.priority, metadata={"harvest": harvest.id},
+        probes=probes if runs else [], global_captures=model.global_captures if runs else [],
     )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ import msgspec
 from ...schemas.base import from_msgpack
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.limits import MAX_PROBES, MAX_WATCHING
-from ...schemas.probes import Probe
+from ...schemas.models import ModelInfo
+from ...schemas.probes import Probe, StoredProbe
 from ...schemas.version import __version__
 from . import scripts
 from .jobs import Ledger, reachable
@@ -57,6 +58,18 @@ class Probes:
         found = await self._redis.hmget(_key(model), names) if names else []
         return [_read(packed, name.decode()) for name, packed in zip(names, found, strict=True) if packed is not None]
 
+    async def watching(self, model: ModelInfo, names: Sequence[bytes]) -> list[StoredProbe]:
+        """Return the probes that score all traffic of the model, by their `names` as of `Ledger.watched_model`.
+
+        Raises MidstreamError("unavailable") for one that does not fit the model that is served now: no traffic may pass it unseen.
+        """
+        found = await self.named(model.name, names)
+        for probe in found:
+            if (why := misfit(probe, model)) is not None:
+                detail = f"the probe {probe.name!r}, which watches all traffic, {why}: delete it or register it again"
+                raise MidstreamError("unavailable", detail)
+        return [probe.stored(probe.watch or "none", watching=True) for probe in found]
+
     @reachable
     async def names(self, model: str) -> list[str]:
         return sorted(name.decode() for name in await self._redis.hkeys(_key(model)))
@@ -65,6 +78,18 @@ class Probes:
     async def delete(self, model: str, name: str) -> bool:
         """Whether there was one. Accepted jobs keep it."""
         return bool(await self._scripts.delete_probe(args=scripts.pack(self._ledger.settings, model=model, name=name)))
+
+
+def misfit(probe: Probe, model: ModelInfo) -> str | None:
+    """Why the probe cannot score rows of this model, which may have been restarted since; None: it can."""
+    content = probe.content
+    if probe.hidden_size != model.hidden_size:
+        return f"reads rows of width {probe.hidden_size}; the model has rows of width {model.hidden_size}"
+    if content.layer >= model.num_layers:
+        return f"reads layer {content.layer}; the model has layers 0 to {model.num_layers - 1}"
+    if content.hook not in model.hooks:
+        return f"reads hook {content.hook}; the model has {', '.join(model.hooks)}"
+    return None
 
 
 def _key(model: str) -> str:

@@ -16,13 +16,14 @@ import msgspec
 
 from ...schemas.base import now, to_json, to_msgpack
 from ...schemas.errors import STATUS_OF_KIND, MidstreamError
+from ...schemas.harvest_work import HARVEST
 from ...schemas.harvests import OVER
 from ...schemas.jobs import TERMINAL, TRANSITIONS, Job, State
 from ...schemas.keys import unscoped
 from ...schemas.limits import MAX_COUNT, MAX_PROBES, MAX_WATCHING
 from ...schemas.loras import use_of
 from ...schemas.probes import Probe
-from ...schemas.receipts import STORE_AWAY, LostRange, Receipt
+from ...schemas.receipts import STORE_AWAY, CapturedFile, LostRange, Receipt
 from ...schemas.settings import Settings
 from ...schemas.source_runs import Run
 from ...schemas.steering import Module, Proposal
@@ -167,9 +168,9 @@ def _callback(job: Job) -> bytes | None:
 
 def stored_tags(job: Job) -> list[str]:
     """The tags under which the job's captures become files; the user's own first."""
-    if job.sweep is not None:
-        return ["base"] if job.sweep.ablation else ["base", "source"]
-    found = [capture.tag for captures in job.captures for capture in captures if "filesystem" in capture.consumers]
+    found = [] if job.sweep is None else ["base"] if job.sweep.ablation else ["base", "source"]
+    found += [capture.tag for captures in job.captures for capture in captures if "filesystem" in capture.consumers]
+    found += [spec.tag for spec in job.global_captures if "filesystem" in spec.consumers]
     return list(dict.fromkeys(found))
 
 
@@ -196,7 +197,7 @@ def submit(
         model=job.model,
         prompts=_requests(job),
         asked=asked_requests(job),
-        captures=any(job.captures) or job.sweep is not None,
+        captures=any(job.captures) or job.sweep is not None or bool(job.global_captures),
         steers=any(job.steering) or job.lora is not None,
         probed=bool(job.probes),
         metadata=to_json(job.metadata),
@@ -238,13 +239,19 @@ def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[
     rows = [
         (
             seq, told.job, told.request, told.rank, told.pp, told.attempt, told.verdict,
-            binary(to_msgpack(told)), sum(file.bytes for file in told.files), sum(file.rows for file in told.files),
+            binary(to_msgpack(told)), *_size_of(told.files),
             f"{told.checksum}:{told.actions}:{told.epoch}:{told.applied}", f"{told.worker}\0{told.boot}\0{told.kind}\0{told.message}",
             any(score.flagged for score in told.scores),
         )
         for seq, told in receipts
     ]  # fmt: skip
     return pack(settings, receipts=rows)
+
+
+def _size_of(files: Sequence[CapturedFile]) -> tuple[int, int]:
+    """Bytes and rows of captures; the shards of harvests are counted with their units."""
+    captures = [file for file in files if file.tag != HARVEST]
+    return sum(file.bytes for file in captures), sum(file.rows for file in captures)
 
 
 def keep_units(

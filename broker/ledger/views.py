@@ -9,6 +9,7 @@ import numpy as np
 from ...schemas.base import from_json, from_msgpack, now
 from ...schemas.errors import Problem, invalid
 from ...schemas.handling import Callback, Priority
+from ...schemas.harvest_work import HARVEST
 from ...schemas.jobs import (
     TERMINAL,
     CaptureResults,
@@ -178,6 +179,7 @@ def capture_results(view: JobView, known: Facts, ticket: Sequence[Receipt], sett
         )
         for told in ticket
         for file in told.files
+        if file.tag != HARVEST
     ]  # fmt: skip
     consumers = [
         ConsumerReport(name=made.name, request=told.request, pp=told.pp, ok=made.ok, message=made.message, rows=made.rows)

@@ -24,8 +24,9 @@ from midstream.schemas.source_runs import ZEROS, RunFiles, is_row, runs_named
 from midstream.schemas.specs import DIMS_PREFIX, Entry, Grade
 from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import Tensor
-from midstream.workers.engine.protocol import EngineRequest, engine_request
+from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.engine.rank_control import disagreement
+from midstream.workers.engine.requests import prompt_request
 from midstream.workers.runner.probe_news import Scored
 
 
@@ -223,7 +224,7 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
     def ask(request: int) -> EngineRequest:
         grade = command.grades[job.id][request] if job.id in command.grades else None
         base = command.bases.get(job.id) or (entry.run if entry else "")
-        made = engine_request(job, request, 1, files=command.files)
+        made = prompt_request(job, request, 1, files=command.files)
         return dataclasses.replace(made, entry=entry, grade=grade, base=base, keep_blocks=command.blocks.get(job.id, ""))
 
     async def one(request: int) -> Output | None:

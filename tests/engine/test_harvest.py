@@ -10,8 +10,12 @@ from host import relative_error
 from stack import Stack
 from tolerances import BF16_BATCH
 
+from midstream.broker.artifacts.headers import find_entries
+from midstream.broker.ledger.harvests import job_id_of
 from midstream.client import Client
+from midstream.client.captures.reader import CaptureReader
 from midstream.client.harvest import Harvest, open, verify
+from midstream.storage.store import open_store
 from midstream.workers.demo_model import fetch_demo_model
 
 SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}
@@ -27,6 +31,7 @@ pytestmark = pytest.mark.long
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     model = fetch_demo_model()
     options = {"engine": "vllm", "model": str(model), "model_name": "demo", "max_model_len": 512, "kv_cache_gib": 0.5, "certify": False}
+    options |= {"global_capture": "post_block:15", "global_capture_tag": "ops"}
     with Stack(tmp_path_factory.mktemp("harvest"), api=True, start_timeout_s=180, **options, **SLOW) as stack:
         yield stack
 
@@ -73,6 +78,35 @@ def test_rows_of_a_harvest_are_those_of_captures(client: Client, whole: Harvest)
             assert keys.token_ids.tolist() == captured.token_ids(request=request)
             assert relative_error(rows, captured.array(layer, request=request)) <= BF16_BATCH
     assert set(whole.keys(slice(None)).documents.tolist()) == set(range(len(DOCUMENTS)))
+
+
+def test_what_the_operator_captures_of_all_traffic_it_captures_of_a_harvest(service: Stack, whole: Harvest) -> None:
+    jobs = [job_id_of(whole.manifest.id, part, 0) for part in range(len(whole.manifest.parts))]
+    found = [entry for job in jobs for _, entry in find_entries(open_store(service.settings.artifacts), job, "ops")]
+    assert len(found) == len(DOCUMENTS)
+    captured = CaptureReader(Path(service.settings.artifacts) / "ops", job=jobs[0])
+    for request in captured.requests()[:5]:
+        tokens = captured.token_ids(request=request)
+        (position,) = captured.positions(request=request)
+        keys = whole.keys(slice(None))
+        rows = whole.rows(slice(None), 15)[(keys.positions == position) & (keys.token_ids == tokens[0])]
+        assert relative_error(rows, captured.array(15, request=request)) <= BF16_BATCH
+
+
+def test_a_probe_that_stops_all_traffic_ends_what_a_harvest_generates(client: Client) -> None:
+    """At the first token in which it crosses; the rows of the documents stay."""
+
+    def generated() -> int:
+        made = harvested(client, generate={"max_tokens": 4, "ignore_eos": True})
+        return made.manifest.generated
+
+    assert generated() == 4 * len(DOCUMENTS)
+    client.register_probe("guard", weight=np.zeros(576), bias=[1.0], layer=3, thresholds=[0.5])
+    client.watch_probe("guard", action="stop")
+    try:
+        assert generated() == 0
+    finally:
+        client.unregister_probe("guard")
 
 
 def test_a_killed_worker_costs_no_row_and_doubles_none(service: Stack, client: Client, whole: Harvest) -> None:

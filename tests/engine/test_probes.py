@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
+from msgspec import UNSET
 from probe_kit import EDGE, Gate, Weights, check, flapping, new_maximum, positions_of, scores_of, tokens_of
 from reference import Reference
 from tolerances import FP32_ROWS
@@ -73,6 +74,25 @@ def test_a_prompt_that_crosses_generates_nothing(v1: Host) -> None:
     score = scores_of(v1, job)["p"]
     assert (score.stopped, score.positions, score.crossed) == (True, 100, [0])
     assert v1.capture(job).positions(0) == [99]
+
+
+def test_a_stop_string_that_reads_like_a_probe_is_the_users() -> None:
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    from midstream.workers.engine.requests import trial_request
+    from midstream.workers.engine.vllm_output import Parts
+    from midstream.workers.runner.probe_news import STOPPED_BY
+
+    def finished(stop_reason: str | None, more: dict[str, str] | None) -> tuple[object, ...]:
+        part = CompletionOutput(0, "text", [5], None, None, finish_reason="stop", stop_reason=stop_reason)
+        output = RequestOutput("r", "", [1, 2], None, [part], True, kv_transfer_params=more)
+        progress = Parts(trial_request("j", 0, [1, 2], 1)).add(output)
+        assert progress is not None
+        assert progress.finished is not None
+        return progress.finished.finish_reason, progress.finished.stop_reason, progress.stopped_by
+
+    assert finished("probe:x", None) == ("stop", "probe:x", "")
+    assert finished("probe:x", {STOPPED_BY: "guard"}) == ("probe:guard", UNSET, "guard")
 
 
 def test_tokens_of_the_prefix_cache_are_scored(cached: Host) -> None:

@@ -13,21 +13,24 @@ import pytest
 import redis
 
 from midstream.broker.ledger.jobs import Ledger, new_job_id
+from midstream.broker.ledger.probes import Probes
 from midstream.broker.ledger.settlement import Settler
 from midstream.broker.ledger.steering import Steering
 from midstream.broker.ledger.sweeps import Sweeps
 from midstream.broker.receipts.relay import Relay
 from midstream.schemas.base import now, to_msgpack
 from midstream.schemas.jobs import Job, Sampling
+from midstream.schemas.probes import Action, Probe, ProbeContent
 from midstream.schemas.selectors import as_ranges
 from midstream.schemas.settings import Settings
 from midstream.schemas.source_runs import RunRow, row_name, run_key
 from midstream.schemas.specs import dims_name
 from midstream.schemas.sweep_units import Units
 from midstream.schemas.sweeps import Column, StoredPair, StoredSweep, SweepResult, Unit, UnitRecord
+from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.fake.engine import FakeEngine
 from midstream.workers.fake.grades import Edit, expected_divergence, expected_logprob, own_row, replaced
-from midstream.workers.fake.model import NUM_LAYERS, make_tokenizer
+from midstream.workers.fake.model import HIDDEN_SIZE, NUM_LAYERS, make_tokenizer
 from midstream.workers.serving.attempt import AttemptOutcome
 from midstream.workers.serving.attempts import Attempts
 from midstream.workers.serving.steering import SteeringReconciler
@@ -180,6 +183,7 @@ class Rig:
         """Another start of the worker, with some settings of its engine changed."""
         engine = FakeEngine(Settings(**{name: getattr(self.settings, name) for name in Settings.__struct_fields__} | settings))
         await engine.start()
+        await self.ledger.publish_model(engine.info)
         self.engine = engine
         standing = SteeringReconciler(Steering(self.ledger), engine, self.settings, boot, self._tell)
         try:
@@ -196,6 +200,18 @@ class Rig:
         job = sweep_job(asked)
         await self.ledger.submit(job, {})
         return job.id
+
+    async def watch(self, threshold: float, action: Action = "stop") -> None:
+        """Have a probe `guard` watch all traffic: the fake engine's scores are positions."""
+        tensors = [from_numpy(np.ones(shape, np.float32)) for shape in ((1, HIDDEN_SIZE), (1,))]
+        content = ProbeContent(
+            hook="post_block", layer=1, tensors=[content_hash(each) for each in tensors], labels=["x"], thresholds=[threshold]
+        )
+        probe = Probe(
+            name="guard", model="fake-model", digest=content.digest, content=content, hidden_size=HIDDEN_SIZE, bytes=0, created=now(),
+            watch=action,
+        )  # fmt: skip
+        await Probes(self.ledger).put(probe, {content_hash(each): to_msgpack(each) for each in tensors})
 
     async def known(self, job_id: str, cells: int) -> None:
         """Until so many cells are."""

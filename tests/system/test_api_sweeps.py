@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from edge import HIDDEN, MODEL, Api, Hand, running
 from stack import Stack
@@ -15,6 +16,7 @@ from midstream.broker.ledger.sweep_result import sweep_cell, sweep_start
 from midstream.broker.ledger.sweeps import Sweeps
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.jobs import Event, JobResult, State
+from midstream.schemas.specs import CaptureSpec
 from midstream.schemas.sweep_units import Units
 from midstream.schemas.sweep_views import SweepPlan, SweepView
 from midstream.schemas.sweeps import SweepCell, SweepStart, UnitRecord
@@ -59,6 +61,18 @@ def test_the_exact_token_ids_of_answer_and_foil_reach_the_job(api: Api, hand: Ha
     assert job.sweep is not None
     assert (job.sweep.pairs[0].answer, job.sweep.pairs[0].foil) == ([10], [11])
     assert Units(job.sweep).nodes[0][0].token_ids == (10, 11), "asked for by their ids, whatever is likely"
+
+
+def test_a_sweep_job_carries_what_applies_to_all_traffic(api: Api, hand: Hand) -> None:
+    hand.serve(grades=True, global_captures=[CaptureSpec(layers=[0], tag="ops")])
+    with Client(api.url) as client:
+        client.register_probe("guard", weight=np.ones(HIDDEN), layer=0, thresholds=[1.0])
+        client.watch_probe("guard", action="stop")
+    job = hand.job(swept(api))
+    assert [(probe.name, probe.action, probe.watching) for probe in job.probes] == [("guard", "stop", True)]
+    assert [spec.tag for spec in job.global_captures] == ["ops"]
+    for name in job.probes[0].content.tensors:
+        assert hand.do(hand.ledger.get_tensor(name)).shape in ([1, HIDDEN], [1])
 
 
 def test_a_sweep_job_carries_its_mask_tensor(api: Api, hand: Hand) -> None:

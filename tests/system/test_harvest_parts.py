@@ -16,13 +16,14 @@ from harvest_rig import stored, work
 from s3_kit import FaultProxy
 from sweep_rig import Rig
 
-from midstream.broker.ledger.harvests import TRIES, Harvests
+from midstream.broker.artifacts.headers import find_entries
+from midstream.broker.ledger.harvests import TRIES, Harvests, job_id_of
 from midstream.client.harvest import open, verify
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.harvests import HarvestCut, HarvestPositions, HarvestShards, HarvestSource, HarvestView, StoredHarvest
 from midstream.schemas.jobs import SamplingRequest
 from midstream.storage.store import below, open_store
-from midstream.workers.fake.model import residual_rows
+from midstream.workers.fake.model import make_tokenizer, residual_rows
 from midstream.workers.serving import harvests as serving
 from midstream.workers.serving.attempt import AttemptOutcome
 
@@ -63,6 +64,40 @@ def test_a_repeated_submission_waits_until_the_first_is_durable(
         await rig.ledger.redis.delete(f"ms:harvest:{first.id}")  # as if the first had ended before its record was made
         assert await harvests.submit(again, ("key", "body")) == again.id
         assert await harvests.submit(third, ("key", "body")) == again.id
+
+    Rig(redis_url, tmp_path)(scenario)
+
+
+def test_probes_that_watch_all_traffic_and_global_capture_apply_to_harvests(redis_url: str, tmp_path: Path) -> None:
+    """The operator's `stop` ends what a sequence generates; the operator's captures are charged to nobody."""
+    documents = ["a document", "another one", "yet another one"]
+    lengths = [len(make_tokenizer().encode(text, add_special_tokens=True).ids) for text in documents]
+    stop_at = max(lengths) + 2
+
+    async def scenario(rig: Rig) -> None:
+        async with rig.worker() as runs:
+            await rig.watch(stop_at)
+            harvest = await submitted(rig, documents, generate=SamplingRequest(max_tokens=20, ignore_eos=True))
+            view = await work(rig, runs, harvest.id)
+        assert (view.state, view.error) == ("succeeded", None)
+        assert [unit.generated for unit in checked(harvest.uri).units] == [sum(stop_at + 1 - length for length in lengths)]
+        found = find_entries(open_store(rig.settings.artifacts), job_id_of(harvest.id, 0, 0), "ops")
+        assert sorted(entry.manifest.request for _, entry in found) == [0, 1, 2]
+        assert (await rig.ledger.tenants.usage("default")).capture_bytes == view.bytes
+
+    Rig(redis_url, tmp_path, global_capture="post_block:1", global_capture_tag="ops")(scenario)
+
+
+def test_a_harvest_waits_while_a_probe_that_watches_does_not_fit_the_model(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(rig: Rig) -> None:
+        async with rig.worker() as runs:
+            await rig.watch(1.0)
+            await rig.ledger.publish_model(msgspec.structs.replace(rig.engine.info, hidden_size=99))
+            harvest = await submitted(rig)
+            view = await Harvests(rig.ledger).view(harvest.id)
+            assert (view.jobs, "'guard', which watches all traffic, reads rows of width" in view.reason) == ([], True)
+            await rig.ledger.publish_model(rig.engine.info)
+            assert (await work(rig, runs, harvest.id)).state == "succeeded"
 
     Rig(redis_url, tmp_path)(scenario)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, pair, sweep
+from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, pair, sweep, sweep_job
 
+from midstream.broker.ledger.probes import Probes
 from midstream.broker.ledger.reaper import Reaper
 from midstream.broker.ledger.scripts import SHELVED_S
 from midstream.broker.ledger.source_runs import SourceRuns
@@ -38,6 +39,35 @@ def test_only_cells_that_engine_or_ranks_fail_have_no_value(redis_url: str, tmp_
         assert result.summary.skipped == len(LAYERS) + 2
 
     Rig(redis_url, tmp_path)(scenario)
+
+
+def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(redis_url: str, tmp_path: Path) -> None:
+    """A pair whose prompt the operator's probe stops has no values, and the cells say why."""
+    longer = pair(CLEAN + ", and it stays there", CORRUPT)
+    asked = sweep(pair(), longer, noise=0)
+
+    async def scenario(at: Rig) -> None:
+        async with at.worker() as runs:
+            await at.watch(max(len(pair().base), len(pair().source)) + 2.0)
+            info, watching = await at.ledger.watched_model("fake-model")
+            assert info is not None
+            probes = await Probes(at.ledger).watching(info, watching)
+            job = msgspec.structs.replace(sweep_job(asked), probes=probes, global_captures=info.global_captures)
+            await at.ledger.submit(job, {}, None, [name for probe in probes for name in probe.content.tensors])
+            assert await runs.run_job(job.id) is AttemptOutcome.SUCCEEDED
+        result = await at.ledger.result(job.id)
+        assert result.sweep is not None
+        grids = [[value for row in each.grids["post_block"] for value in row] for each in result.sweep.pairs]
+        assert any(value is not None for value in grids[0])
+        assert {*grids[1]} == {None}
+        assert any("source prompt failed: the probe 'guard' ended it" in skipped.reason for skipped in result.sweep.skipped)
+        units = Units(asked)
+        prompts = {units.request(unit, 0) for number in (0, 1) for unit in (units.base(number), units.source(number))}
+        found = {file.request for file in result.capture_results.files if file.tag == "ops"}
+        stopped = units.request(units.source(1), 0)  # its receipt may come too late to be listed
+        assert prompts - {stopped} <= found <= prompts
+
+    Rig(redis_url, tmp_path, global_capture="post_block:1", global_capture_tag="ops")(scenario)
 
 
 # field case 31

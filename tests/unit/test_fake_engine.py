@@ -18,7 +18,8 @@ from midstream.schemas.source_runs import ZEROS, RunFiles, RunRow, row_name
 from midstream.schemas.specs import RankSpec, StoredCapture, StoredSteering
 from midstream.schemas.steering import GlobalSteering, SteeringTemplate
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
-from midstream.workers.engine.protocol import Progress, engine_request
+from midstream.workers.engine.protocol import Progress
+from midstream.workers.engine.requests import prompt_request
 from midstream.workers.engines import make_engine
 from midstream.workers.fake import ranks
 from midstream.workers.fake.engine import FakeEngine
@@ -77,7 +78,7 @@ def generate(engine: FakeEngine, wanted: Job, everyone: GlobalSteering = NOTHING
         await engine.start()
         await engine.hold_vectors([content_hash(VECTOR)], fetch)
         try:
-            return [progress async for progress in engine.generate(engine_request(wanted, 0, 1), everyone)]
+            return [progress async for progress in engine.generate(prompt_request(wanted, 0, 1), everyone)]
         finally:
             await engine.shutdown()
 
@@ -181,10 +182,10 @@ def test_a_dead_engine_says_why_and_generates_nothing(tmp_path: Path) -> None:
         await engine.start()
         try:
             with pytest.raises(MidstreamError, match="died after 3 tokens"):
-                async for _ in engine.generate(engine_request(job(max_tokens=5), 0, 1), NOTHING):
+                async for _ in engine.generate(prompt_request(job(max_tokens=5), 0, 1), NOTHING):
                     pass
             with pytest.raises(MidstreamError, match="died"):
-                await anext(engine.generate(engine_request(job(), 0, 1), NOTHING))
+                await anext(engine.generate(prompt_request(job(), 0, 1), NOTHING))
             return await asyncio.wait_for(engine.failed(), 1)
         finally:
             await engine.shutdown()

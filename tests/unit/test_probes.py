@@ -10,7 +10,7 @@ from midstream.client.probes import fit
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.probes import Action, ProbeContent, StoredProbe
 from midstream.workers.runner.aggregates import aggregate
-from midstream.workers.runner.probe_news import SCORES, News, ProbeNews, Scored
+from midstream.workers.runner.probe_news import SCORES, STOPPED_BY, News, ProbeNews, Scored
 from midstream.workers.runner.watches import ProbeError, Watch, news_of_all
 
 
@@ -145,6 +145,18 @@ def test_scores_of_kept_tokens_travel_and_those_of_rejected_drafts_do_not() -> N
     output = SimpleNamespace(request_id="r", kv_transfer_params=None)
     news.attach({0: SimpleNamespace(outputs=[output])})
     assert [each[0] for each in output.kv_transfer_params[SCORES]] == [9, 10]
+
+
+def test_the_probe_that_ends_a_request_travels_apart_from_vllms_stop_reason() -> None:
+    """vLLM's is the user's stop string, which may read like a probe's name."""
+    news = ProbeNews()
+    outputs = [SimpleNamespace(request_id=name, kv_transfer_params=None, stop_reason="probe:x") for name in ("r", "other")]
+    news.end("r", "p")
+    news.attach({0: SimpleNamespace(outputs=outputs)})
+    assert [output.kv_transfer_params for output in outputs] == [{STOPPED_BY: "p"}, None]
+    news.forget("r")
+    news.hear([])
+    assert news.ended_by("r") == ""
 
 
 # --- Training ---------------------------------------------------------------------------------------------------------

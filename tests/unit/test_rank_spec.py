@@ -6,8 +6,8 @@ from midstream.schemas.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.selectors import RequestedPositions, Span, Window
 from midstream.schemas.specs import RankSpec, StoredCapture, StoredSteering
 from midstream.schemas.steering import GlobalSteering, SteeringTemplate
-from midstream.workers.engine.protocol import engine_request
 from midstream.workers.engine.rank_spec import rank_spec
+from midstream.workers.engine.requests import prompt_request
 
 
 def template(vector: str, positions: RequestedPositions = "all") -> SteeringTemplate:
@@ -33,14 +33,14 @@ def job(tokens: int, *own: StoredSteering, captures: bool = False) -> Job:
 
 
 def told(tokens: int, everyones: GlobalSteering, *own: StoredSteering) -> RankSpec:
-    spec = rank_spec(engine_request(job(tokens, *own), 0, 1), everyones)
+    spec = rank_spec(prompt_request(job(tokens, *own), 0, 1), everyones)
     assert spec is not None
     return spec
 
 
 def test_plain_requests_have_no_rank_spec() -> None:
-    assert rank_spec(engine_request(job(4), 0, 1), global_steering()) is None
-    captured = rank_spec(engine_request(job(4, captures=True), 0, 1), global_steering())
+    assert rank_spec(prompt_request(job(4), 0, 1), global_steering()) is None
+    captured = rank_spec(prompt_request(job(4, captures=True), 0, 1), global_steering())
     assert captured is not None
     assert (captured.digest, captured.first_affected, captured.global_version) == ("", -1, 7)
 

@@ -7,8 +7,8 @@ import pytest
 
 from midstream import __version__
 from midstream.api.resolve import captures as rules
-from midstream.api.resolve import global_capture as everyone
 from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
+from midstream.broker.ops import global_capture as everyone
 from midstream.broker.ops.metrics import GLOBAL_CAPTURE_SKIPPED
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import Job, Sampling, StoredPrompt

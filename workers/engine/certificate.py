@@ -22,7 +22,7 @@ from ...schemas.banks import banks_of
 from ...schemas.base import to_json
 from ...schemas.certificates import Certificate, LawFigure
 from ...schemas.errors import MidstreamError
-from ...schemas.jobs import Output, Sampling
+from ...schemas.jobs import Output
 from ...schemas.models import ModelInfo
 from ...schemas.selectors import HOOKS, INSIDE, Hook
 from ...schemas.specs import StoredCapture, StoredSteering, content_key
@@ -31,6 +31,7 @@ from ...schemas.tensors import Tensor, content_hash, from_numpy
 from ..runner.certify import Copy, EditRun, Judgement, Plan, direction
 from ..runner.laws import STREAM, TOLERANCES, Finding, Law, Shape, judge_boundary, judge_entered, verdict, verdict_inside
 from .protocol import EngineRequest
+from .requests import trial_request
 
 logger = logging.getLogger(__name__)
 
@@ -286,10 +287,7 @@ class _Run:
         max_tokens: int = 1,
         chunk: int = 0,
     ) -> Output:
-        ask = EngineRequest(
-            job=JOB, request=number, attempt=1, token_ids=tokens, captures=captures, steering=list(steering), chunk=chunk,
-            salt=f"{JOB}{number}", sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
-        )  # fmt: skip
+        ask = trial_request(JOB, number, tokens, max_tokens, captures=captures, steering=list(steering), chunk=chunk)
         async for progress in self._access.generate(ask, GlobalSteering()):
             if progress.finished is not None:
                 output: Output = progress.finished

@@ -1,22 +1,20 @@
 """The engine protocol: what a worker requires of an engine."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
-
-import msgspec
 
 from ...schemas.chat import ToolUse
 from ...schemas.errors import MidstreamError
 from ...schemas.images import ImageRef, ImageSpan
 from ...schemas.jobs import Job, Output, Prompted, Said, Sampling, TokenLogprob
 from ...schemas.keys import DEFAULT_TENANT
-from ...schemas.loras import LoraUse, StoredLora, use_of
+from ...schemas.loras import LoraUse, StoredLora
 from ...schemas.models import ModelInfo, TokenizerBundle
 from ...schemas.probes import StoredProbe
 from ...schemas.saes import StoredSae
 from ...schemas.source_runs import RunFiles
-from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering, probe_captures
+from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering
 from ...schemas.steering import GlobalSteering, RankApplied, RankSteering
 from ...schemas.tensors import Tensor
 from ..runner.probe_news import Scored
@@ -29,7 +27,7 @@ Locate = Callable[[str], Awaitable[RunFiles]]
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One prompt, and everything requested of the engine for it."""
+    """One prompt, and everything requested of the engine for it. Made in `engine.requests` alone."""
 
     job: str
     request: int  # index of the prompt in its job; of a sweep see `schemas.sweep_units`
@@ -58,38 +56,6 @@ class EngineRequest:
     fills: bool = False  # `sampling.max_tokens` is what the model's length leaves
 
 
-def engine_request(job: Job, request: int, attempt: int, trace: str = "", files: Mapping[str, bytes] | None = None) -> EngineRequest:
-    """The request for one prompt of a job other than a sweep. `files`: the job's images by their digests."""
-    images = job.prompts[request].images
-    return EngineRequest(
-        job=job.id,
-        request=request,
-        attempt=attempt,
-        token_ids=job.prompts[request].token_ids,
-        sampling=_sampling_of(job, request),
-        steering=job.steering[request] if job.steering else [],
-        captures=[*(job.captures[request] if job.captures else []), *probe_captures(job.probes)],
-        captured=job.captured,
-        stream=job.stream,
-        trace=trace,
-        tenant=job.tenant,
-        lora=use_of(job.lora),
-        images=images,
-        files=[(files or {})[image.digest] for image in images],
-        probes=job.probes,
-        tools=job.tools,
-        echo=(job.prompts[request].text or "") if job.echo else None,
-        fills=job.fills,
-    )
-
-
-def _sampling_of(job: Job, request: int) -> Sampling:
-    """Of one of `n` outputs of a prompt: each has a seed of its own, as vLLM gives them."""
-    if job.n == 1 or job.sampling.seed is None:
-        return job.sampling
-    return msgspec.structs.replace(job.sampling, seed=job.sampling.seed + request % job.n)
-
-
 def check_lengths(job: Job, info: ModelInfo) -> None:
     """Raises MidstreamError("prompt_too_long") for a job accepted under a larger `max_model_len` than this worker's."""
     lengths = {f"prompts[{index}]": len(prompt.token_ids) for index, prompt in enumerate(job.prompts)}
@@ -113,6 +79,7 @@ class Progress:
     said: Said | None = None  # with tools: what the text says, of a streamed job
     logprobs: Sequence[TokenLogprob] = ()  # of `token_ids`, if they were requested
     prompt: Prompted | None = None  # on the first one, if it was requested
+    stopped_by: str = ""  # with `finished`: the probe that ended the request
 
 
 class Engine(Protocol):

@@ -83,16 +83,19 @@ class Parts:
             said = self._reader.read(part.text, part.token_ids, output.finished)
         prompt, self._begun = None if self._begun else self._prompt, True
         progress = Progress(self._request, part.text, list(part.token_ids), None, scores, said, logprobs, prompt)
-        return replace(progress, finished=self._finished(output)) if output.finished else progress
+        if not output.finished:
+            return progress
+        stopped_by = str((output.kv_transfer_params or {}).get(STOPPED_BY, ""))
+        return replace(progress, finished=self._finished(output, stopped_by), stopped_by=stopped_by)
 
-    def _finished(self, output: RequestOutput) -> Output:
+    def _finished(self, output: RequestOutput, stopped_by: str) -> Output:
+        """`stopped_by`: the probe that ended the request; empty: none did."""
         part = output.outputs[0]
-        stopped_by = str(part.stop_reason or "")
         if part.finish_reason == "error" and self._formed:
             raise invalid("structured_outputs", "the engine could not compile the constraint")
         if part.finish_reason not in ("stop", "length"):
             raise MidstreamError("engine_failed", f"the engine ended the request with {part.finish_reason!r}")
-        by_probe, text, reason = stopped_by.startswith(STOPPED_BY), "".join(self._text), part.finish_reason
+        text, reason = "".join(self._text), part.finish_reason
         message: Message | UnsetType = UNSET
         if self._reader is not None:
             message = self._reader.streamed() if self._stream else self._reader.whole(text, self._token_ids)
@@ -101,11 +104,11 @@ class Parts:
             index=self._request,
             text=text,
             token_ids=self._token_ids,
-            finish_reason=stopped_by if by_probe else reason,
+            finish_reason=f"probe:{stopped_by}" if stopped_by else reason,
             prompt_tokens=len(output.prompt_token_ids or []),
             cached_tokens=output.num_cached_tokens or 0,
             logprobs=self._logprobs,
-            stop_reason=UNSET if by_probe or part.stop_reason is None else part.stop_reason,
+            stop_reason=UNSET if stopped_by or part.stop_reason is None else part.stop_reason,
             message=message,
             prompt=UNSET if self._prompt is None else self._prompt,
         )

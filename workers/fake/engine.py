@@ -12,6 +12,7 @@ that a request names), `desync` (it does not account for a steered request), `fi
 """
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
@@ -153,6 +154,18 @@ class FakeEngine(RankControl):
         return self._reason
 
 
+def _crossing(ask: EngineRequest) -> tuple[float, str]:
+    """The first position at which a probe that stops crosses, and its name: label number n scores position + n."""
+    crossings = [
+        (max(0.0, threshold - number), probe.name)
+        for probe in ask.probes
+        if probe.action == "stop"
+        for number, threshold in enumerate(probe.content.thresholds)
+        if threshold is not None
+    ]
+    return min(crossings, default=(math.inf, ""))
+
+
 class _Writing:
     """One output on its way."""
 
@@ -166,6 +179,9 @@ class _Writing:
         self._decode: Callable[[list[int]], str] = tokenizer.decode
         #: Characters held back while they may turn out to begin a stop string.
         self._held_back = max((len(stop) for stop in ask.sampling.stop), default=1) - 1
+        self._stop_at, self._probe = _crossing(ask)
+        if self._stop_at < len(ask.token_ids):
+            self.finish_reason = f"probe:{self._probe}"
 
     def add_token(self) -> None:
         sampling = self._ask.sampling
@@ -176,6 +192,8 @@ class _Writing:
             self._text, self.finish_reason = self._text[: min(ends)], "stop"
         elif self.token_ids[-1] in sampling.stop_token_ids:
             self.finish_reason = "stop"
+        elif self._stop_at < len(self._ask.token_ids) + len(self.token_ids):
+            self.finish_reason = f"probe:{self._probe}"
         elif len(self.token_ids) >= sampling.max_tokens:
             self.finish_reason = "length"
 
@@ -185,7 +203,9 @@ class _Writing:
         first = len(self._ask.token_ids) - 1 + self._sent_tokens
         self._sent_text, self._sent_tokens = until, len(self.token_ids)
         scores = [self._score(position) for position in range(first, first + len(tokens))] if self._ask.stream and self._ask.probes else []
-        return Progress(self._ask.request, text, tokens, self._output() if self.finish_reason else None, scores)
+        output = self._output() if self.finish_reason else None
+        stopped_by = self._probe if self.finish_reason == f"probe:{self._probe}" else ""
+        return Progress(self._ask.request, text, tokens, output, scores, stopped_by=stopped_by)
 
     def _score(self, position: int) -> Scored:
         """As the fake ranks score it."""

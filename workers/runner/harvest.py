@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ...schemas.harvest_order import row_order
-from ...schemas.harvest_work import SCALED, SHARDS_AT_ONCE, WRITE_FAILED, HarvestPlace
+from ...schemas.harvest_work import HARVEST, SCALED, SHARDS_AT_ONCE, HarvestPlace
 from ...schemas.receipts import CapturedFile
 from ...storage.shards import RAW, encoded_rows, shard_buffers, site_name
 from ...storage.store import open_store
@@ -60,7 +60,7 @@ class Harvest:
                 whole = self._add(capture)
                 outcomes.append(Outcome() if whole is None else Outcome(files=(_write(whole, capture),)))
             except OSError as error:
-                outcomes.append(Outcome(error=f"{WRITE_FAILED}{error}"))
+                outcomes.append(Outcome(error=str(error), away=True))
             except Exception as error:
                 logger.exception("%s: its shard failed", capture)
                 outcomes.append(Outcome(error=str(error) or repr(error)))
@@ -143,6 +143,6 @@ def _write(shard: _Shard, capture: FinishedCapture) -> CapturedFile:
         raise
     sites = sum(map(len, shard.sites.values()))
     return CapturedFile(
-        path=path, bytes=size, crc32=crc32, rows=len(order) * sites, sites=shard.sites, positions=len(order), layout=LAYOUT,
+        path=path, bytes=size, crc32=crc32, rows=len(order) * sites, sites=shard.sites, positions=len(order), layout=LAYOUT, tag=HARVEST,
         non_finite=sum(part.non_finite for part in parts),
     )  # fmt: skip

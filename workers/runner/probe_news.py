@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 #: Attribute of a step's output.
 NEWS = "midstream_probe_news"
-#: Begins the stop reason of a request that a probe ended.
-STOPPED_BY = "probe:"
-#: Key of the scores among what vLLM passes from scheduler to worker with a request's tokens.
-SCORES = "midstream_scores"
+#: Keys of what vLLM passes from scheduler to worker with a request's tokens: their scores, and the probe that ended the request.
+#: (vLLM's `stop_reason` is the user's stop string, which may be any text.)
+SCORES, STOPPED_BY = "midstream_scores", "midstream_stopped_by"
 
 
 class Scored(NamedTuple):
@@ -43,6 +42,7 @@ class ProbeNews:
     def __init__(self) -> None:
         self._stops: dict[str, tuple[int, str]] = {}
         self._scored: dict[str, list[Scored]] = {}
+        self._ended: dict[str, str] = {}  # request → the probe that ended it
         self._over: list[str] = []
         self._limits: dict[str, int] = {}  # of this step: the first position whose row does not count
 
@@ -51,6 +51,7 @@ class ProbeNews:
         for request_id in self._over:
             self._stops.pop(request_id, None)
             self._scored.pop(request_id, None)
+            self._ended.pop(request_id, None)
         self._over.clear()
         for each in news:
             if each.stop_at >= 0:
@@ -69,12 +70,24 @@ class ProbeNews:
         self._limits[request.request_id] = stop_at + 1
         return new_token_ids[: max(0, stop_at + 1 - first)], name
 
+    def end(self, request_id: str, name: str) -> None:
+        """The probe of this name ends the request in this step."""
+        self._ended[request_id] = name
+
+    def ended_by(self, request_id: str) -> str:
+        """The probe that ended the request; empty: none has."""
+        return self._ended.get(request_id, "")
+
     def attach(self, outputs: Any) -> None:
-        """Let the scores of kept tokens travel with the outputs of this step: client → `EngineCoreOutputs`."""
-        for output in (output for each in outputs.values() for output in each.outputs) if self._scored else ():
+        """Let scores of kept tokens, and probes that ended requests, travel with the outputs of this step: client → `EngineCoreOutputs`."""
+        for output in (output for each in outputs.values() for output in each.outputs) if self._scored or self._ended else ():
             scored, limit = self._scored.pop(output.request_id, []), self._limits.get(output.request_id, 0)
-            if kept := {each.position: each for each in scored if each.position < limit}:  # of one computed again, the last
-                output.kv_transfer_params = {**(output.kv_transfer_params or {}), SCORES: [list(kept[place]) for place in sorted(kept)]}
+            kept = {each.position: each for each in scored if each.position < limit}  # of one computed again, the last
+            more: dict[str, Any] = {SCORES: [list(kept[place]) for place in sorted(kept)]} if kept else {}
+            if name := self.ended_by(output.request_id):
+                more[STOPPED_BY] = name
+            if more:
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), **more}
 
     def forget(self, request_id: str) -> None:
         """The request is over; its last tokens may be about to leave."""

@@ -22,7 +22,7 @@ from . import (
 from .cell_steps import Based, CellSteps
 from .config import plane_config
 from .kept_blocks import KeptBlocks
-from .probe_news import STOPPED_BY, ProbeNews, news_of
+from .probe_news import ProbeNews, news_of
 from .process import die_with_parent
 from .quarantine import Quarantine, found_in, private
 from .ring_budget import RingBudget
@@ -138,8 +138,7 @@ class _Midstream:
         spec = _spec(request)
         if spec is not None:
             aborted = request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
-            stopped_by = str(request.stop_reason or "") if not aborted else ""
-            stopped_by = stopped_by.removeprefix(STOPPED_BY) if stopped_by.startswith(STOPPED_BY) else ""
+            stopped_by = "" if aborted else self._midstream_probes.ended_by(request.request_id)
             self._midstream_finished[request.request_id] = Finish(list(request.all_token_ids), aborted, stopped_by)
             self._midstream_probes.forget(request.request_id)
             self._midstream_capturing.pop(request.request_id, None)
@@ -208,7 +207,8 @@ class _Midstream:
             kept, stopped = super()._update_request_with_output(request, kept, *args, **kwargs)  # type: ignore[misc]
         if probe and not stopped:
             # With the status of a stop token vLLM would leave the last token out of the text.
-            request.status, request.stop_reason, stopped = RequestStatus.FINISHED_LENGTH_CAPPED, f"{STOPPED_BY}{probe}", True
+            request.status, stopped = RequestStatus.FINISHED_LENGTH_CAPPED, True
+            self._midstream_probes.end(request.request_id, probe)
         return kept, stopped
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:

@@ -11,7 +11,7 @@ import msgspec
 
 from ...broker.artifacts.retention import Usage
 from ...broker.receipts.outbox import Outbox
-from ...schemas.harvest_work import HARVEST, WRITE_FAILED
+from ...schemas.harvest_work import HARVEST
 from ...schemas.readings import READER
 from ...schemas.receipts import STORE_AWAY, CapturedFile, Consumed, Receipt
 from ...storage.store import open_store
@@ -247,7 +247,7 @@ class Writer:
         if self._diverted is not None:
             return self._diverted.consume
         if name in ("filesystem", HARVEST) and self._fail_writes():
-            return lambda captures: [Outcome(error=f"{WRITE_FAILED}fault injected: write")] * len(captures)
+            return lambda captures: [Outcome(error="write failed: fault injected: write", away=name == HARVEST)] * len(captures)
         if name not in consumers:
             return lambda captures: [Outcome(error=f"rank {captures[0].rank} has no such consumer")] * len(captures)
         return consumers[name].consume

@@ -1,12 +1,14 @@
 """One attempt at one job on this worker: its lease, its progress, and how it is being stopped."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ...broker.ledger.jobs import Ledger
 from ...schemas.errors import MidstreamError
 from ...schemas.jobs import Event, Job
+from ..engine.protocol import Engine, EngineRequest, Progress
 from .progress import AttemptProgress
 from .redis_retry import patiently
 from .steering_leases import SteeringLease
@@ -74,6 +76,10 @@ class Attempt:
             self.emitted += 1
             number = self.emitted
             await patiently(lambda: ledger.emit(self.job.id, self.number, number, event), f"event of {self.job.id}")
+
+    def submit(self, engine: Engine, ask: EngineRequest) -> AsyncGenerator[Progress, None]:
+        """Have the engine generate for a request of this attempt, under its global steering; nothing else submits requests of jobs."""
+        return engine.generate(ask, self.lease.steering)
 
     def check(self) -> None:
         """Raise CancelledError when the attempt is being stopped: a cancellation alone may be swallowed (see `redis_retry`)."""

@@ -31,7 +31,8 @@ from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor, content_hash
 from ..engine.admission import CellSlots, CrowdedOut
 from ..engine.collective import Quarantined
-from ..engine.protocol import Engine, Progress, check_lengths, engine_request
+from ..engine.protocol import Engine, Progress, check_lengths
+from ..engine.requests import prompt_request, tensors_of
 from .attempt import Attempt, AttemptOutcome, JobFailed, StoreAway
 from .harvests import HarvestAttempt
 from .progress import AttemptProgress, Totals
@@ -303,8 +304,7 @@ class Attempts:
         """Run all prompts of the job concurrently: the engine batches them with each other and with other jobs."""
         job = attempt.job
         own = {name for entries in job.steering for entry in entries for name in entry.tensors}
-        own |= {name for probe in job.probes for name in probe.content.tensors}
-        names = sorted({name for name in own if not is_row(name) and name != ZEROS} | set(attempt.lease.steering.tensors))
+        names = sorted({name for name in own if not is_row(name) and name != ZEROS} | tensors_of(job, attempt.lease.steering))
         files = {image.digest: await self._fetch_image(image.digest) for prompt in job.prompts for image in prompt.images}
         async with self.sources.holding(job.id, runs_named(own), job.runs):
             await self._engine.hold_vectors(names, self._fetch, users=job.steering)
@@ -341,9 +341,9 @@ class Attempts:
 
     async def _prompt(self, attempt: Attempt, request: int, files: Mapping[str, bytes]) -> Output:
         output: Output | None = None
-        ask = engine_request(attempt.job, request, attempt.number, attempt.progress.span.traceparent, files)
+        ask = prompt_request(attempt.job, request, attempt.number, attempt.progress.span.traceparent, files)
         with attempt.progress.prompt(request, len(ask.token_ids)) as told:
-            async with aclosing(self._engine.generate(ask, attempt.lease.steering)) as stream:
+            async with aclosing(attempt.submit(self._engine, ask)) as stream:
                 async for progress in stream:
                     attempt.check()
                     told.heard(len(progress.token_ids))

@@ -10,16 +10,20 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 
+import msgspec
+
+from ...broker.artifacts.retention import Usage
 from ...broker.ledger.harvests import Harvests, Kept
 from ...broker.ledger.jobs import Ledger
 from ...broker.ledger.status import relay_alive_for
 from ...broker.ledger.sweeps import Sweeps
 from ...broker.ops import metrics
+from ...broker.ops.global_capture import QUOTA_SPARE, left_out
 from ...schemas.base import from_json, from_msgpack, now, to_json, to_msgpack
 from ...schemas.dtypes import RowDType
 from ...schemas.errors import MidstreamError
 from ...schemas.faults import crash_point
-from ...schemas.harvest_work import HARVEST, WRITE_FAILED, HarvestPlace
+from ...schemas.harvest_work import HARVEST, HarvestPlace
 from ...schemas.harvests import (
     FORMAT,
     MANIFEST,
@@ -34,14 +38,15 @@ from ...schemas.harvests import (
     StoredHarvest,
     UnitEntry,
 )  # fmt: skip
-from ...schemas.jobs import Sampling
-from ...schemas.receipts import Receipt
+from ...schemas.jobs import Job, Sampling
+from ...schemas.receipts import STORE_AWAY, Receipt
 from ...schemas.specs import StoredCapture
 from ...schemas.version import __version__
 from ...storage.shards import checksum
 from ...storage.store import ArtifactStore, open_store
 from ..engine.admission import CellSlots
 from ..engine.protocol import Engine, EngineRequest, Fetch
+from ..engine.requests import sequence_request, tensors_of
 from .attempt import Attempt
 from .harvest_cut import CutSequence, cut, shards_of
 from .harvest_source import HarvestSource
@@ -81,6 +86,7 @@ class HarvestAttempt:
         self._part = attempt.job.harvest
         self._harvests, self._receipts = Harvests(ledger), Sweeps(ledger)
         self._slots, self._shards = slots, shards
+        self._usage = Usage(open_store(ledger.settings.artifacts), ledger.settings.capture_quota_mib << 20)
         self._numbers = itertools.count()  # of requests
 
     async def run(self) -> None:
@@ -211,7 +217,8 @@ class HarvestAttempt:
         kept = await patiently(lambda: self._harvests.units(self._part), f"units of {harvest.id}")
         _, plan = await self._read_plan(harvest, store)
         bos, eos = source.special("bos_token"), source.special("eos_token")
-        await self._engine.hold_vectors(steering.tensors, self._fetch)
+        names = sorted(tensors_of(self._attempt.job, steering))
+        await self._engine.hold_vectors(names, self._fetch)
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(self._part.first, self._part.first + self._part.count):
@@ -222,7 +229,7 @@ class HarvestAttempt:
                     group.create_task(self._unit(harvest, number, plan.units[number], documents, shards, begun, kept))
                     await begun.wait()  # the next one is read while its last shards are computed
         finally:
-            await self._engine.release_vectors(steering.tensors)
+            await self._engine.release_vectors(names)
         manifest = PartManifest(part=self._part.part, units=[kept[number] for number in sorted(kept)])
         key = f"{PARTS}/{self._part.part:04d}.json"
         crc32 = await self._put(harvest, store, key, to_json(manifest))
@@ -296,13 +303,14 @@ class HarvestAttempt:
         self, harvest: StoredHarvest, unit: int, place: int, sequences: Sequence[CutSequence], requests: list[int]
     ) -> tuple[ShardEntry, int]:
         key = f"{SHARDS}/{self._attempt.job.id}/u{unit:07d}.s{place:03d}.a{self._attempt.number}"
-        asks = [self._ask(harvest, key, index, sequence, len(sequences)) for index, sequence in enumerate(sequences)]
+        job = await self._within_quota(len(sequences))
+        asks = [self._ask(job, harvest, key, index, sequence, len(sequences)) for index, sequence in enumerate(sequences)]
         requests += [ask.request for ask in asks]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._sequence(ask)) for ask in asks]
         receipts = await self._settled([ask.request for ask in asks])
         generated = 0 if harvest.generate is None else sum(task.result() for task in tasks)
-        files = {file.path: (file, receipt.pp) for receipt in receipts for file in receipt.files}
+        files = {file.path: (file, receipt.pp) for receipt in receipts for file in receipt.files if file.tag == HARVEST}
         entry = ShardEntry(
             rows=next((file.positions for file, _ in files.values()), 0),
             files=[
@@ -317,7 +325,19 @@ class HarvestAttempt:
             raise MidstreamError("capture_failed", f"the ranks reported {len(files)} files of shard {key}, which are not all its rows")
         return entry, generated
 
-    def _ask(self, harvest: StoredHarvest, key: str, index: int, sequence: CutSequence, sequences: int) -> EngineRequest:
+    async def _within_quota(self, sequences: int) -> Job:
+        """The part's job, without global capture while the quota of captures has no room for it: nobody requested it."""
+        job, quota = self._attempt.job, self._ledger.settings.capture_quota_mib << 20
+        if not quota or not job.global_captures:
+            return job
+        try:
+            await asyncio.to_thread(self._usage.take, [1], quota // QUOTA_SPARE)
+        except MidstreamError as error:
+            left_out("quota", sequences, error.detail)
+            return msgspec.structs.replace(job, global_captures=[])
+        return job
+
+    def _ask(self, job: Job, harvest: StoredHarvest, key: str, index: int, sequence: CutSequence, sequences: int) -> EngineRequest:
         chosen = sequence.chosen.tolist()
         every = harvest.generate is not None or sequence.whole
         dtype: RowDType = "model" if harvest.dtype == "int8" or harvest.dtype == "float8_e4m3fn" else harvest.dtype
@@ -330,11 +350,10 @@ class HarvestAttempt:
             sites=harvest.sites, positions="all" if every else chosen, tag=HARVEST, at=harvest.at, dtype=dtype, consumers=[HARVEST],
             harvest=place,
         )  # fmt: skip
-        return EngineRequest(
-            job=self._attempt.job.id, request=next(self._numbers), attempt=self._attempt.number, token_ids=sequence.token_ids.tolist(),
-            sampling=Sampling(max_tokens=1) if harvest.generate is None else harvest.generate,
-            captures=capture.split(self._engine.info.inside), captured={HARVEST: sequences},
-            trace=self._attempt.progress.span.traceparent, tenant=self._attempt.job.tenant,
+        return sequence_request(
+            job, self._engine.info, capture, request=next(self._numbers), attempt=self._attempt.number,
+            token_ids=sequence.token_ids.tolist(), sampling=harvest.generate or Sampling(max_tokens=1), captured={HARVEST: sequences},
+            trace=self._attempt.progress.span.traceparent,
         )  # fmt: skip
 
     async def _sequence(self, ask: EngineRequest) -> int:
@@ -343,7 +362,7 @@ class HarvestAttempt:
         try:
             generated = 0
             with self._attempt.progress.prompt(ask.request, len(ask.token_ids)) as told:
-                async with aclosing(self._engine.generate(ask, self._attempt.lease.steering)) as stream:
+                async with aclosing(self._attempt.submit(self._engine, ask)) as stream:
                     async for progress in stream:
                         self._attempt.check()
                         told.heard(len(progress.token_ids))
@@ -371,10 +390,10 @@ class HarvestAttempt:
         receipts = [receipt for request in requests for receipt in told[request]]
         failed = [receipt for receipt in receipts if receipt.verdict != "ok"]
         for receipt in failed:
-            if WRITE_FAILED not in receipt.message:
+            if receipt.kind != STORE_AWAY:
                 raise MidstreamError(receipt.kind or "capture_failed", f"rank {receipt.rank}: {receipt.message or receipt.verdict}")
         if failed:
-            raise StoreAway(failed[0].message.partition(WRITE_FAILED)[2])
+            raise StoreAway(failed[0].message)
         return receipts
 
 

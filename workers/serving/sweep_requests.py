@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...schemas.jobs import Job, Sampling
-from ...schemas.loras import use_of
+from ...schemas.jobs import Job
 from ...schemas.models import ModelInfo
 from ...schemas.receipts import Receipt
 from ...schemas.selectors import FORWARD, Hook, PositionSelector, as_ranges
@@ -13,9 +12,9 @@ from ...schemas.sweep_paths import BRANCH_HOOK, StoredPath, place_of, reaches
 from ...schemas.sweep_units import Units
 from ...schemas.sweeps import Unit
 from ..engine.protocol import EngineRequest
+from ..engine.requests import unit_request
 
 BASE, SOURCE, FIRST = "base", "source", "first"  # tags; `first`: what the receivers of a path compute in its first pass
-_ONE_TOKEN = Sampling(max_tokens=1)
 
 
 class SweepRequests:
@@ -244,12 +243,13 @@ class SweepRequests:
         base: str = "",
         keep_blocks: str = "",
     ) -> EngineRequest:
-        return EngineRequest(
-            job=self._job.id,
+        return unit_request(
+            self._job,
+            self._info,
+            patched=unit.kind not in ("base", "source"),
             request=self.units.request(unit, place),
             attempt=self._attempt,
             token_ids=token_ids,
-            sampling=_ONE_TOKEN,
             steering=steering or [],
             captures=captures or [],
             captured=self._captured if captures else {},
@@ -257,8 +257,6 @@ class SweepRequests:
             grade=grade,
             base=base,
             keep_blocks=keep_blocks,
-            tenant=self._job.tenant,
-            lora=use_of(self._job.lora),
         )
 
     def _key(self, unit: Unit, place: int, tag: str) -> str:

@@ -28,6 +28,7 @@ from ...storage.store import open_store
 from ..engine.admission import CellSlots, CrowdedOut
 from ..engine.collective import Quarantined
 from ..engine.protocol import Engine, EngineRequest, Fetch
+from ..engine.requests import tensors_of
 from .attempt import Attempt, StoreAway
 from .redis_retry import end_tasks, patiently
 from .source_run_leases import SourceRunLeases
@@ -121,7 +122,7 @@ class SweepAttempt:
         self._records = await patiently(lambda: self._sweeps.records(job.id), f"units of {job.id}")
         if not self._records:
             await self._emit("start", sweep_start(self._sweep))
-        names = sorted({*self._everyone.tensors, *([self._sweep.mask] if self._sweep.mask else [])})
+        names = sorted({*tensors_of(job, self._everyone), *([self._sweep.mask] if self._sweep.mask else [])})
         await self._engine.hold_vectors(names, self._fetch)
         try:
             self._attempt.check()
@@ -366,9 +367,10 @@ class SweepAttempt:
         try:
             finished, totals = False, self._attempt.progress.totals
             totals.prompt_tokens += len(ask.token_ids)
-            async with aclosing(self._engine.generate(ask, self._everyone)) as stream:
+            async with aclosing(self._attempt.submit(self._engine, ask)) as stream:
                 async for progress in stream:
                     finished = progress.finished is not None
+                    pending.reason = pending.reason or (f"the probe {progress.stopped_by!r} ended it" if progress.stopped_by else "")
                     totals.generated_tokens += len(progress.token_ids)
             self._attempt.check()
             if not finished:

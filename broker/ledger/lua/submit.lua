@@ -116,7 +116,7 @@ redis.call('SADD', 'ms:owners', tenant)
 if tags then -- outlives the job's record: files stay until they are deleted
   redis.call('HSET', key('capture', id), 'tags', tags, 'created', args.created, 'status', 'pending', 'bytes', 0, 'rows', 0, 'model', model,
     'tenant', tenant)
-  if args.files then
+  if args.files and args.kind ~= 'harvest' then -- its shards are charged with its units
     redis.call('HSET', key('capture', id), 'charged', tenant)
     tally_from_here(key('capture', id))
   end

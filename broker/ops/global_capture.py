@@ -8,12 +8,14 @@ import time
 
 import msgspec
 
-from ...broker.ops.metrics import GLOBAL_CAPTURE_SKIPPED
 from ...schemas.jobs import Job
 from ...schemas.models import ModelInfo
+from .metrics import GLOBAL_CAPTURE_SKIPPED
 
-log = logging.getLogger("midstream.api")
+log = logging.getLogger(__name__)
 
+#: The last part of a full quota is kept for what users ask for: what the operator captures of every request is then left out.
+QUOTA_SPARE = 16
 #: Seconds between two lines of the log about the same reason.
 LOG_EVERY_S = 60.0
 
@@ -34,4 +36,4 @@ def without(job: Job, model: ModelInfo, reason: str, detail: str) -> Job:
     tags = {spec.tag for spec in model.global_captures}
     captures = [[capture for capture in captures if capture.tag not in tags] for captures in job.captures]
     left_out(reason, sum(map(len, job.captures)) - sum(map(len, captures)), detail)
-    return msgspec.structs.replace(job, captures=captures if any(captures) else [])
+    return msgspec.structs.replace(job, captures=captures if any(captures) else [], global_captures=[])
