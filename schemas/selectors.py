@@ -286,13 +286,15 @@ def resolve_positions(
         raise SelectorError("no position given: give at least one")
     positions: set[int] = set()
     ranges: list[range] = []
+    texts: set[tuple[str | None, int | None]] = set()
     for index, item in enumerate(asked):
         if isinstance(item, Span):
             if item.image is not None:
                 positions.update(_of_images(item, images, f"[{index}].image"))
             elif item.is_range:
                 ranges.append(_inside(_window(item, prompt_tokens, f"[{index}]"), prompt_tokens, f"[{index}]"))
-            else:
+            elif (item.text, item.occurrence) not in texts:
+                texts.add((item.text, item.occurrence))
                 positions.update(_span(item, find, f"[{index}]"))
             continue
         if not -prompt_tokens <= item < prompt_tokens:

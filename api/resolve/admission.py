@@ -38,7 +38,8 @@ from .steering import check_number, modules_named, resolve_edits
 from .tokenizer import INLINE_CHARACTERS, Codec, TooLong
 
 #: Captures and edits are resolved for each prompt. What that costs, about, in the time that one named position takes: an entry, a
-#: span, a part of a text such as `0-3,7,-1` and a span's search through so many characters; of layers named by a text there are several.
+#: span, a part of a text such as `0-3,7,-1` and the search for one text through so many characters; of layers
+#: named by a text there are several.
 #: A job may cost `RESOLVE_LIMIT` (in the order of a second); above `RESOLVE_INLINE` it is done off the event loop.
 ENTRY_COST, SPAN_COST, SEARCHED_CHARACTERS, SEVERAL, PART_COST = 8, 64, 32, 32, 8
 RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
@@ -224,12 +225,12 @@ def check_cost(parsed: ParsedRequest, prompts: int, characters: int, model_state
     for field, positions in wanted:
         numbers, items = _numbers(positions), positions if isinstance(positions, list) else [positions]
         ranges = [item for item in items if isinstance(item, Span) and item.is_range]
-        texts = sum(isinstance(item, Span) and item.text is not None for item in items)
+        texts = [item.text for item in items if isinstance(item, Span) and item.text is not None]
         tokens = sum(1 + (item.stop or 0) - (item.start or 0) for item in items if isinstance(item, Span) and item.image is not None)
-        searched = texts * characters // SEARCHED_CHARACTERS
+        searched = len(set(texts)) * characters // SEARCHED_CHARACTERS  # a text is searched for once
         written_out = min(prompts * sum(map(_length, ranges)), characters) if isinstance(positions, list) else 0
         costs[field] += tokens * sum(len(prompt.images) for prompt in parsed.prompts)
-        costs[field] += prompts * (ENTRY_COST + numbers + len(ranges) + SPAN_COST * texts) + searched + written_out
+        costs[field] += prompts * (ENTRY_COST + numbers + len(ranges) + SPAN_COST * len(texts)) + searched + written_out
     for field, selector in _selectors(parsed):
         costs[field] += PART_COST * (parts_of(selector) - 1)  # the first is in the entry's cost
     for index, patch in enumerate(parsed.patch):

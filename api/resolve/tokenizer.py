@@ -7,7 +7,7 @@ never from a client) and run in jinja2's sandbox with the environment that trans
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -63,27 +63,45 @@ class TextMap:
 
     text: str
     offsets: np.ndarray
+    _starts: dict[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)  # text → where its occurrences begin
 
     def find(self, span: Span) -> list[int]:
         """The positions of the tokens that overlap the span, which has a text. Occurrences do not overlap, as in `str.count`.
 
-        Raises SelectorError if the text does not occur, not often enough, or no token covers it.
+        Each text is searched for once, however many spans name it. Raises SelectorError if the text does not occur, not often enough,
+        or no token covers it.
         """
         assert span.text is not None
-        starts = self._occurrences(span.text)
+        if span.text not in self._starts:
+            self._starts[span.text] = np.array(self._occurrences(span.text))
+        starts = self._starts[span.text]
         if span.occurrence is not None:
             if not -len(starts) <= span.occurrence < len(starts):
                 detail = f"{shortened(span.text)!r} occurs {_times(len(starts))} in the prompt: there is no occurrence {span.occurrence}"
                 raise SelectorError(detail, ".occurrence")
-            starts = [starts[span.occurrence]]
-        touched = np.zeros(len(self.text) + 1, np.int64)
-        for start in starts:
-            touched[start + 1 : start + len(span.text) + 1] = 1
-        before = np.cumsum(touched)  # touched characters before each place of the text
-        positions: list[int] = np.flatnonzero(before[self.offsets[:, 1]] > before[self.offsets[:, 0]]).tolist()
+            starts = starts[[span.occurrence]]
+        positions = self._overlapping(starts, starts + len(span.text))
         if not positions:
             raise SelectorError(f"{shortened(span.text)!r} is in the prompt, but no token covers it", ".text")
         return positions
+
+    def _overlapping(self, starts: np.ndarray, stops: np.ndarray) -> list[int]:
+        """The positions of the tokens with a character in one of these pieces of the text, ascending."""
+        positions, begins, ends, furthest = self._tokens
+        first = np.searchsorted(furthest, starts, side="right")  # of each piece, the first token that may reach into it
+        count = np.maximum(np.searchsorted(begins, stops, side="left") - first, 0)
+        piece = np.repeat(np.arange(len(starts)), count)
+        token = np.arange(len(piece)) + (first - (np.cumsum(count) - count))[piece]
+        found: list[int] = np.unique(positions[token[ends[token] > starts[piece]]]).tolist()
+        return found
+
+    @cached_property
+    def _tokens(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of the tokens with text, by their beginnings: position, begin, end, and the furthest end so far."""
+        begins, ends = self.offsets[:, 0], self.offsets[:, 1]
+        positions = np.flatnonzero(ends > begins)
+        positions = positions[np.argsort(begins[positions], kind="stable")]
+        return positions, begins[positions], ends[positions], np.maximum.accumulate(ends[positions])
 
     def _occurrences(self, part: str) -> list[int]:
         starts, at = [], self.text.find(part)

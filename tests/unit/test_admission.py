@@ -76,7 +76,7 @@ def test_slow_resolution_runs_off_the_event_loop(monkeypatch: pytest.MonkeyPatch
     [
         (wish(CaptureSpec(positions=[0] * 65_536)), 64, 0, "capture.positions"),
         (wish(CaptureSpec(), steered("all"), steered([0] * 1100)), 4096, 0, "steering[1].positions"),
-        (wish(CaptureSpec(positions=[Span(text="a")] * 1000)), 1, 150_000, "capture.positions"),
+        (wish(CaptureSpec(positions=[Span(text=str(number)) for number in range(1000)])), 1, 150_000, "capture.positions"),
         (wish(None, *[steered("all")] * 32), 4096, 0, "steering"),
         (wish(CaptureSpec(positions=Span(text="a")), *[steered("all", ",".join("0" * 512))] * 1100), 1, 0, "steering[0].layers"),
         (wish(CaptureSpec(), *[steered([Span(stop=9000)])] * 8), 64, 1 << 20, "steering[0].positions"),

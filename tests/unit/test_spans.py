@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from midstream.api.resolve.admission import facts_of
 from midstream.api.resolve.request_parsing import ParsedPrompt, ParsedRequest
-from midstream.api.resolve.tokenizer import Codec
+from midstream.api.resolve.tokenizer import Codec, TextMap
 from midstream.schemas.jobs import Sampling, StoredPrompt
 from midstream.schemas.models import TokenizerBundle
 from midstream.schemas.selectors import PositionSelector, SelectorError, Span, resolve_positions
@@ -205,3 +206,32 @@ def test_a_span_in_token_ids_that_no_text_gives_asks_for_text() -> None:
     assert resolved(ids) == [0, 1, 2]
     with pytest.raises(SelectorError, match="given as text, not as token ids"):
         resolved(torn(codec, ids))
+
+
+def test_a_text_is_searched_for_once_however_many_spans_name_it() -> None:
+    """16,000 spans were 8,000 searches each."""
+    calls = 0
+
+    class Counted(str):
+        def find(self, *arguments: Any) -> int:
+            nonlocal calls
+            calls += 1
+            return super().find(*arguments)
+
+    text = Counted("ab " * 4000)
+    mapped = TextMap(text, np.array([[at, at + 1] for at in range(len(text))], np.int32))
+    spans = [Span(text=part, occurrence=number) for part in ("a", "b", "ab") for number in range(4000)]
+    found = resolve_positions([*spans, *[Span(text="a", occurrence=None)] * 4000], len(text), mapped.find)
+    assert found == [at for at in range(len(text)) if text[at] != " "]
+    assert calls == 3 * 4001
+
+
+def test_a_span_that_is_listed_again_is_resolved_once() -> None:
+    asked: list[Span] = []
+
+    def find(span: Span) -> list[int]:
+        asked.append(span)
+        return [0]
+
+    resolve_positions([Span(text="a"), Span(text="a"), Span(text="a", occurrence=None)], 1, find)
+    assert len(asked) == 2
