@@ -1,7 +1,8 @@
 """Access to a bucket: credentials, bounded retries, and what goes wrong as the OSErrors that a disk raises, in plain English.
 
 Credentials are the settings `artifact_access_key` and `artifact_secret_key`; else what AWS' own variables name; else the profile in AWS'
-credentials file; else what the machine's role gives. They are in no URI, receipt or log.
+credentials file; else what the machine's role gives. They are in no URI, receipt or log. Those of a file are read again every minute, and
+when they are refused: temporary ones are replaced before they expire. (obstore itself asks again for what a role gives.)
 """
 
 import configparser
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -36,6 +37,8 @@ CONNECT_S, REQUEST_S, RETRIES, RETRY_S = 5, 30, 12, 20
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 #: Of a test write: who asks waits for it.
 PROBE_S = 5
+#: Seconds after which credentials are read again. obstore asks for new ones when those that it has are valid for less than 5 minutes.
+READ_AGAIN_S, RENEWED_S = 60, 300
 #: Requests of this process at a time, over all its stores.
 REQUESTS = 32
 
@@ -77,6 +80,8 @@ _OUTCOMES: dict[int | None, str] = {
     errno.ENOSPC: "full",
     errno.EDQUOT: "full",
 }
+#: What a request with credentials that have expired may be answered; S3 answers HEAD with 400 and no reason.
+REFUSALS = (errno.EACCES, errno.EIO)
 #: Codes of a 404 that are not about the object.
 _NOT_THE_KEY = frozenset({"NoSuchBucket", "NoSuchUpload"})
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -101,7 +106,7 @@ class Address(NamedTuple):
 @lru_cache(maxsize=64)
 def client(address: Address, quick: bool = False, repeats: bool = False) -> Any:
     """`quick`: fail within seconds. `repeats`: it repeats requests itself, as for an upload in parts. Raises SettingsError, OSError."""
-    config = _credentials() | {"endpoint": address.endpoint, "region": address.region}
+    config = {"endpoint": address.endpoint, "region": address.region}
     seconds = PROBE_S if quick else REQUEST_S
     endpoint = address.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     options: dict[str, Any] = {
@@ -120,7 +125,28 @@ def client(address: Address, quick: bool = False, repeats: bool = False) -> Any:
         config={name: value for name, value in config.items() if value},  # type: ignore[arg-type]
         client_options=options,  # type: ignore[arg-type]
         retry_config=retries,  # type: ignore[arg-type]
+        credential_provider=_current if _credentials() else None,  # type: ignore[arg-type]
     )
+
+
+#: The credentials that were read last.
+_last: dict[str, str] = {}
+
+
+def _current() -> dict[str, Any]:
+    """The credentials as obstore asks for them."""
+    global _last
+    _last = _credentials()
+    until = datetime.now(UTC) + timedelta(seconds=READ_AGAIN_S + RENEWED_S)
+    return {"access_key_id": "", "secret_access_key": "", "token": None, "expires_at": until, **_last}
+
+
+def _replaced() -> bool:
+    """Return whether the credentials are others than those that were read last; then clients are made anew with them."""
+    replaced = bool(_last) and _credentials() != _last
+    if replaced:
+        client.cache_clear()
+    return replaced
 
 
 def _credentials() -> dict[str, str]:
@@ -134,7 +160,7 @@ def _credentials() -> dict[str, str]:
     file.read(Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser())
     profile = os.environ.get("AWS_PROFILE", "default")
     found = dict(file[profile]) if profile in file else {}
-    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key", "aws_session_token": "session_token"}
+    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key", "aws_session_token": "token"}
     return {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
 
 
@@ -152,12 +178,15 @@ def together(action: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
 def ask(address: Address, operation: str, action: Callable[[Any, Call], T], key: str = "") -> T:
     """What `action(client, call)` returns, repeated while it fails for a passing reason. Counted under `operation`. Raises OSError."""
-    until, pause = time.monotonic() + RETRY_S, FIRST_PAUSE_S
+    until, pause, renewed = time.monotonic() + RETRY_S, FIRST_PAUSE_S, False
     for left in reversed(range(RETRIES + 1)):
         try:
             with counted(operation) as call, explained(address, key):
                 return action(client(address), call)
         except OSError as error:
+            if error.errno in REFUSALS and not renewed and _replaced():
+                renewed = True
+                continue
             if error.errno not in PASSING or not left or time.monotonic() + pause > until:
                 raise
         time.sleep(pause * random.uniform(0.5, 1.0))

@@ -57,6 +57,7 @@ class FaultProxy:
     upstream: str  # host:port
     faults: list[Fault] = field(default_factory=list)
     keys: dict[str, str] = field(default_factory=lambda: {ACCESS_KEY: SECRET_KEY})
+    tokens: dict[str, tuple[str, float]] = field(default_factory=dict)  # of temporary keys: session token, and when both expire
     clock: float = 0.0  # seconds by which this server is ahead
     seen: list[str] = field(default_factory=list)  # of every request: `METHOD /path?query`
     port: int = 0
@@ -198,6 +199,11 @@ class FaultProxy:
             raise Refused(403, "InvalidAccessKeyId")
         if not hmac.compare_digest(self._signature(method, target, headers, signed, stamp, key, region), signature):
             raise Refused(403, "SignatureDoesNotMatch")
+        token, until = self.tokens.get(key, ("", float("inf")))
+        if headers.get("x-amz-security-token", query.get("X-Amz-Security-Token", "")) != token:
+            raise Refused(400, "InvalidToken")
+        if time.time() >= until:
+            raise Refused(400, "ExpiredToken")
         if (region, service, day) != (REGION, "s3", stamp[:8]):
             raise Refused(400, "AuthorizationHeaderMalformed")
 

@@ -4,12 +4,16 @@ The protocol's own tests run against it as well: `store` in tests/conftest.py.
 """
 
 import errno
+import json
 import os
 import re
+import secrets
 import subprocess
 import sys
 import threading
 import time
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -296,6 +300,90 @@ def test_credentials_come_from_settings_or_from_where_aws_keeps_them(
         monkeypatch.setenv("AWS_PROFILE", "other")
     put(bucket, "x", b"1")
     assert content(bucket, "x") == b"1"
+
+
+def temporary(s3: FaultProxy, seconds: float) -> dict[str, str]:
+    """New credentials of a session, which the server accepts for so long."""
+    key, secret, token = f"ASIA{secrets.token_hex(6)}", secrets.token_hex(20), secrets.token_hex(30)
+    s3.keys[key], s3.tokens[key] = secret, (token, time.time() + seconds)
+    return {"aws_access_key_id": key, "aws_secret_access_key": secret, "aws_session_token": token}
+
+
+@pytest.mark.parametrize("renewed", ["after they expired", "before"])
+def test_temporary_credentials_in_a_file_are_read_again(
+    s3: FaultProxy, bucket: S3Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, renewed: str
+) -> None:
+    """As tools write them, in the middle of what a process does. A link is signed with those of its time."""
+    for name in s3_kit.ENVIRONMENT:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    if renewed == "before":
+        monkeypatch.setattr(s3_client, "READ_AGAIN_S", 0)
+
+    def write(values: dict[str, str]) -> None:
+        lines = [f"{name} = {value}" for name, value in values.items()]
+        (tmp_path / "credentials").write_text("\n".join(["[default]", *lines, ""]))
+
+    first = temporary(s3, 3600)
+    write(first)
+    put(bucket, "x", b"1")
+    second = temporary(s3, 3600)
+    if renewed == "before":
+        write(second)
+        time.sleep(0.2)  # obstore asks at most ten times a second
+    s3.tokens[first["aws_access_key_id"]] = (first["aws_session_token"], 0.0)
+    if renewed == "after they expired":
+        with pytest.raises(OSError, match="the credentials have expired"):
+            put(bucket, "x", b"2")
+        write(second)
+    assert bucket.stat("x") is not None, "HEAD is answered without a reason"
+    put(bucket, "x", b"2")
+    assert content(bucket, "x") == b"2"
+    assert s3.count("") < 20, "nothing is repeated without new credentials"
+
+
+def test_temporary_credentials_of_a_role_are_asked_for_again(s3: FaultProxy, bucket: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By obstore, of the machine's metadata service."""
+    for name in s3_kit.ENVIRONMENT:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/none")
+    given: list[str] = []
+
+    class Metadata(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            self.answer(b"token")
+
+        def do_GET(self) -> None:
+            if self.path.endswith("/security-credentials/"):
+                return self.answer(b"role")
+            made = temporary(s3, 2)
+            given.append(made["aws_access_key_id"])
+            names = {"AccessKeyId": "aws_access_key_id", "SecretAccessKey": "aws_secret_access_key", "Token": "aws_session_token"}
+            expires = datetime.now(UTC) + timedelta(seconds=2)
+            self.answer(json.dumps({name: made[ours] for name, ours in names.items()} | {"Expiration": expires.isoformat()}).encode())
+
+        def answer(self, body: bytes) -> None:
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    service = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=service.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{service.server_port}")
+    s3_client.client.cache_clear()
+    try:
+        put(bucket, "x", b"1")
+        time.sleep(2.5)
+        put(bucket, "x", b"2")
+        assert content(bucket, "x") == b"2"
+        assert len(set(given)) > 1
+    finally:
+        service.shutdown()
+        service.server_close()
 
 
 def test_half_of_a_pair_of_credentials_is_refused(bucket: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
