@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ...schemas.base import now
 from ...schemas.faults import crash_point
 from ...schemas.settings import Settings
-from ..queue.celery_app import lists_of, queue_of
+from ..queue.celery_app import UNACKED, lists_of, queue_of
 from ..queue.messages import job_of_task
 from . import scripts
 from .captures import Captures
@@ -39,7 +39,6 @@ SECONDS_PER_MESSAGE = 1e-3
 #: Seconds between two recounts of usage; and until the next one if a recount could not be completed.
 RECOUNT_S, RECOUNT_AGAIN_S = 3600.0, 60.0
 #: kombu's hash of delivered, unacknowledged messages.
-UNACKED = "unacked"
 
 #: The task id in a message's headers; `\\` because a message may be quoted inside another JSON document.
 _TASK_ID = re.compile(rb'\\?"id\\?": ?\\?"([^"\\]+)')

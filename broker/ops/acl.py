@@ -21,13 +21,15 @@ USERS_FILE = "users.acl"
 #: of them.
 OPEN_KEYS = ("~ms:[^kh]*", "~ms:held:*", "~ms:hooks", "~ms:hook:*", "~ms:hook-[^s]*", "~ms:harvest*")
 HOOK_SECRETS = ("~ms:hook-secret:*",)
-#: What every change of a job may write to: a message, and the event that it was sent (database 0).
-QUEUES, SENT_CHANNEL = ("~midstream.*",), "&/0.celeryev/task.sent"
-#: Celery's: our queues, its table of queues, messages that are being worked on, answers to remote control.
-QUEUE_KEYS = (*QUEUES, "~_kombu.binding*", "~unacked*", "~*.pidbox*", "~celeryev*")
+#: What every change of a job may write to: a message.
+QUEUES = ("~midstream.*",)
+#: Celery's: our queues, messages that are being worked on, its table of queues, queues of events, answers to remote control.
+QUEUE_KEYS = (*QUEUES, "~midstream:*", "~_kombu.binding*", "~*.pidbox*", "~celeryev*")
 OUR_CHANNELS = ("&ms:changed:*",)
-#: Events and remote control, in database 0: a pattern subscription requires permission for exactly that pattern.
-QUEUE_CHANNELS = ("&/0.celeryev/*", "&/0.celery.pidbox")
+#: Of one database: the event that a message was sent, all events, and remote control. A pattern subscription requires permission for
+#: exactly that pattern.
+SENT_CHANNEL = "&/midstream:{db}.celeryev/task.sent"
+QUEUE_CHANNELS = ("&/midstream:{db}.celeryev/*", "&/midstream:{db}.celery.pidbox")
 
 DATA = "+@string +@hash +@set +@sortedset +@stream +@list +@keyspace +@transaction +@scripting +@pubsub +@connection"
 EVERY_ROLE = f"resetkeys resetchannels -@all {DATA} -@dangerous -script +script|load +script|exists +info +time"
@@ -61,7 +63,7 @@ SERVERS: dict[str, str] = {
 OPERATOR = "operator"
 
 
-def rules(role: str) -> str:
+def rules(role: str, database: int = 0) -> str:
     """Permissions of the role's user in the syntax of Redis' ACL SETUSER, without its password."""
     if role == OPERATOR:
         return "allkeys allchannels +@all"
@@ -69,16 +71,18 @@ def rules(role: str) -> str:
         return FLOWER_JOBS_RULES
     if role in SERVERS:
         return SERVERS[role]
-    return " ".join([EVERY_ROLE, *ROLES[role].keys, *ROLES[role].channels])
+    return " ".join([EVERY_ROLE, *ROLES[role].keys, *(channel.format(db=database) for channel in ROLES[role].channels)])
 
 
-def user_line(role: str, password: str) -> str:
+def user_line(role: str, password: str, database: int = 0) -> str:
     """A line of an aclfile; it holds the password's SHA-256 only."""
-    return f"user {role} reset on #{hashlib.sha256(password.encode()).hexdigest()} {rules(role)}"
+    return f"user {role} reset on #{hashlib.sha256(password.encode()).hexdigest()} {rules(role, database)}"
 
 
-def write_users(folder: Path) -> list[Path]:
+def write_users(folder: Path, database: int = 0) -> list[Path]:
     """`users.acl` and one `<role>.password` per user, which only their owner can read; the default user is switched off.
+
+    `database`: the number of the one that Midstream uses.
 
     Raises MidstreamError("conflict") when there are users already.
     """
@@ -87,7 +91,7 @@ def write_users(folder: Path) -> list[Path]:
     for role in (*ROLES, *SERVERS, OPERATOR):
         password = secrets.token_hex(PASSWORD_BYTES)
         written.append(_write(folder / f"{role}.password", password))
-        lines.append(user_line(role, password))
+        lines.append(user_line(role, password, database))
         if role == FLOWER:
             lines.append(user_line(FLOWER_JOBS, password))
     return [_write(folder / USERS_FILE, "\n".join(lines)), *written]

@@ -27,6 +27,10 @@ RESTORE_LOCK_S = 5
 #: A connection whose peer has vanished silently (a cut link, a machine that lost power) is dropped after 20 s: kombu waits
 #: for messages without a timeout, and the kernel alone would take two hours.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 20_000}
+#: What kombu keeps beside the queues has names of ours: another Celery app may use the same database, and kombu delivers every message
+#: that it finds unacknowledged for longer than *its own* visibility timeout. `:` is in no queue's name.
+PREFIX = "midstream:"
+UNACKED, UNACKED_INDEX, UNACKED_MUTEX = f"{PREFIX}unacked", f"{PREFIX}unacked_index", f"{PREFIX}unacked_mutex"
 #: Between the queue's name and the priority in the name of kombu's Redis lists.
 SEPARATOR = "\x06\x16"
 
@@ -79,6 +83,10 @@ def make_app(settings: Settings) -> Celery:
             "unacked_restore_interval": RESTORE_INTERVAL_S,
             "unacked_restore_throttle": 1,
             "unacked_mutex_expire": RESTORE_LOCK_S,
+            "unacked_key": UNACKED,
+            "unacked_index_key": UNACKED_INDEX,
+            "unacked_mutex_key": UNACKED_MUTEX,
+            "fanout_prefix": f"/{PREFIX}{{db}}.",  # kombu cuts off what lies between `/` and the first `.`
             "priority_steps": list(PRIORITY_STEPS),
             "sep": SEPARATOR,
             "queue_order_strategy": "priority",
@@ -97,8 +105,8 @@ def make_app(settings: Settings) -> Celery:
 
 @functools.cache
 def channels_of(redis_url: str) -> str:
-    """kombu's prefix of the channels of this URL's database."""
-    return f"/{redis_open.place(redis_url).database}."
+    """The prefix of the channels for events and remote control of this URL's database."""
+    return f"/{PREFIX}{redis_open.place(redis_url).database}."
 
 
 def queue(name: str) -> Queue:

@@ -32,7 +32,7 @@ from midstream.broker.ledger.reaper import Reaper
 from midstream.broker.ledger.status import relay_since
 from midstream.broker.ops import redis_server
 from midstream.broker.ops.liveness import RELAY_KEY
-from midstream.broker.queue.celery_app import lists_of, make_app, queue_of
+from midstream.broker.queue.celery_app import UNACKED, lists_of, make_app, queue_of
 from midstream.broker.receipts.relay import Relay
 from midstream.schemas.base import now, to_json
 from midstream.schemas.jobs import State
@@ -87,7 +87,7 @@ def test_a_delivered_message_is_not_resent(redis_url: str) -> None:
             with app.connection_for_read() as connection, connection.SimpleQueue(queue_of(MODEL)) as queue:
                 message = queue.get(timeout=5)
                 assert await messages(ledger) == 0
-                assert await ledger.redis.hlen("unacked") == 1
+                assert await ledger.redis.hlen(UNACKED) == 1
                 assert not await reaper.sweep(now() + 30)
                 message.ack()
             assert (await reaper.sweep(now() + 90)).resent == [job.id]

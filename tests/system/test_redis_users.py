@@ -10,7 +10,7 @@ from machines_rig import Machines, make_certificates
 from receipt_rig import wait_until
 
 from midstream.broker.ops.acl import jobs_url
-from midstream.broker.queue.celery_app import make_app
+from midstream.broker.queue.celery_app import UNACKED, make_app
 from midstream.schemas.settings import SettingsError, load_settings
 
 ALL = ("relay", "callbacks", "worker", "api", "flower")
@@ -98,7 +98,7 @@ def test_flower_shows_ends_it_missed_or_whose_worker_died(machines: Machines, ht
     killed = submit(http, 2, capture=CAPTURE)
     wait_until(lambda: "generated" in http.get(f"/v1/jobs/{killed}").json())
     with machines.client() as client:
-        wait_until(lambda: client.hlen("unacked") == 0)  # else the message comes again, and tells
+        wait_until(lambda: client.hlen(UNACKED) == 0)  # else the message comes again, and tells
     wait_until(lambda: shown(machines, killed) == {"STARTED"})
     machines.processes["worker"].kill()
     machines.processes["worker"].wait()
@@ -143,12 +143,12 @@ def test_every_redis_user_is_limited_to_its_role(machines: Machines) -> None:
                 with pytest.raises(redis.exceptions.NoPermissionError):
                     client.execute_command(*forbidden)
     with machines.client("relay") as client, pytest.raises(redis.exceptions.NoPermissionError):
-        client.hgetall("unacked")
+        client.hgetall(UNACKED)
 
 
 def test_redis_acl_log_is_empty_after_the_tests(machines: Machines) -> None:
     # redis-py tells its name and version, which nobody needs; what the tests before asked for on purpose comes last.
-    asked_for = {"ms:keys", "ms:hook-secret:default", "keys", "flushall", "config", "shutdown", "script", "other", "unacked"}
+    asked_for = {"ms:keys", "ms:hook-secret:default", "keys", "flushall", "config", "shutdown", "script", "other", UNACKED}
     asked_for |= {"hgetall", "hset", "del", "llen", "scan", "eval", "publish", "info", "multi"}
     with machines.client() as client:
         refused = {(entry["username"], entry["object"]) for entry in client.acl_log(1000) if not entry["object"].startswith("ms:job:")}

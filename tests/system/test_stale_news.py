@@ -14,7 +14,7 @@ import redis
 from stack import Stack
 
 from midstream.api.context import open_context
-from midstream.broker.queue.celery_app import queue_of
+from midstream.broker.queue.celery_app import UNACKED, queue_of
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture
 
@@ -106,7 +106,7 @@ def test_a_pickled_message_is_discarded_unread(stack: Stack, tmp_path: Path, kin
     with redis.Redis.from_url(stack.settings.redis_url) as client:
         client.lpush(name, json.dumps(message))
         deadline = time.monotonic() + 60
-        while client.llen(name) or client.hexists("unacked", tag):
+        while client.llen(name) or client.hexists(UNACKED, tag):
             assert time.monotonic() < deadline, "it is taken from the queue, and not given back"
             time.sleep(0.05)
     assert stack.wait(stack.submit(["the workers go on"], max_tokens=2)).state is State.SUCCEEDED

@@ -20,7 +20,7 @@ from redis_kit import handed_over
 from stack import Stack
 
 from midstream.broker.ledger.settlement import Settler
-from midstream.broker.queue.celery_app import queue_of
+from midstream.broker.queue.celery_app import UNACKED, queue_of
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.workers.serving import task_states
@@ -203,7 +203,7 @@ def test_a_task_end_is_reported_after_a_redis_restart(stack: Stack, flower: Watc
     stack.kill("relay")
     job_id = stack.submit(["hello"], max_tokens=2, capture=CAPTURE)
     stack.wait(job_id, until=lambda view: view.generated is not None)
-    eventually(lambda: stack.do(lambda ledger: ledger.redis.hlen("unacked")) == 0)  # else the message comes again, and tells
+    eventually(lambda: stack.do(lambda ledger: ledger.redis.hlen(UNACKED)) == 0)  # else the message comes again, and tells
     connected = stack.log("worker").count("Connected to")
     handed_over(stack.settings.redis_url)  # nobody was promised anything yet
     stack.kill("redis")

@@ -62,7 +62,6 @@ def test_the_lists_of_a_queue_are_those_that_kombu_uses() -> None:
     assert list(PRIORITY_STEPS) == kombu_redis.PRIORITY_STEPS
     expected = [queue if not step else f"{queue}{channel.sep}{step}" for queue in ["q"] for step in PRIORITY_STEPS]
     assert lists_of("q") == expected
-    assert channel.unacked_key == "unacked"
     assert set(PRIORITY_OF_KIND.values()) <= set(PRIORITY_STEPS)
     kinds = Job.__struct_config__ and Job.__annotations__["kind"].__args__
     assert set(PRIORITY_OF_KIND) == set(kinds)
@@ -95,6 +94,11 @@ def test_the_app_is_set_up_for_late_acks_json_and_short_leases() -> None:
     options = kombu_redis.Channel.from_transport_options
     assert {"unacked_restore_interval", "unacked_restore_throttle", "visibility_timeout", "priority_steps", "sep"} <= set(options)
     assert conf.broker_transport_options["unacked_restore_interval"] == RESTORE_INTERVAL_S
+    shared = ("unacked_key", "unacked_index_key", "unacked_mutex_key", "fanout_prefix")
+    assert set(shared) <= set(options)
+    assert all(conf.broker_transport_options[name].lstrip("/").startswith("midstream:") for name in shared), (
+        "another Celery app has kombu's names"
+    )
 
 
 def test_cursors_round_trip_and_invalid_ones_are_refused() -> None:

@@ -27,7 +27,7 @@ def test_sentinels_are_asked_without_the_users_password_of_redis() -> None:
     assert found.sentinels == [("s1", 1), ("s2", 26379), ("::1", 3)]
     assert (found.service, found.database, found.options["username"], found.options["password"]) == ("ms", 2, "worker", "secret")
     assert not found.sentinel_options.keys() & {"username", "password", "ssl"}
-    assert channels_of(PLAIN) == "/2."
+    assert channels_of(PLAIN) == "/midstream:2."
 
 
 def test_with_tls_redis_and_sentinels_are_verified(tmp_path: Path) -> None:
