@@ -129,12 +129,22 @@ class PlannedUnit(Record, array_like=True, kw_only=True):
     start: int
     stop: int
     document: int  # number of the first
+    documents: int
     weight: int  # bytes, about: how much of the whole it is
+    crc32: int = 0  # of its bytes; of a table, of its values
     tokens: int = -1  # that its sequences may have; -1: no limit
 
 
+class SourceFile(Record, array_like=True, kw_only=True):
+    """A file of a source as it was planned. One that differs is not read."""
+
+    key: str  # in the source's store
+    size: int
+    stamp: str  # see `storage.store.Handle`
+
+
 class Plan(Record, kw_only=True):
-    files: list[str]  # keys in the source's store
+    files: list[SourceFile]
     units: list[PlannedUnit]
     parts: int  # so many runs of units, each the work of a job
 

@@ -148,7 +148,7 @@ MAX_NEURONS = 4096  # neurons of a column of the axis `neuron` that are chosen b
 MAX_HARVEST_LINES = 4096  # documents in the request itself
 MAX_HARVESTS_KEPT = 4096  # of a tenant: records of harvests, until they are deleted with their files
 MAX_SHARD_MIB = 1024
-MAX_DOCUMENT_BYTES = 64 << 20  # of a line of a JSONL file
+MAX_DOCUMENT_BYTES = 16 << 20  # of a document of a file: a line of JSONL, or a value of a table
 MAX_SOURCES = 64  # entries of a tenant's `harvest_sources`
 
 # --- Keys, webhooks, listings ----------------------------------------------------------------------------------------------

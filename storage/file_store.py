@@ -14,6 +14,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import sys
 import tempfile
 import threading
@@ -103,10 +104,11 @@ class FileStore:
 
     def stat(self, key: str) -> int:
         path = self.path(key)
-        size = path.stat().st_size
+        status = path.stat()
+        _must_be_regular(status, str(path))
         if not os.access(path, os.R_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return size
+        return status.st_size
 
     def children(self, folder: str = "") -> list[str]:
         try:
@@ -194,11 +196,12 @@ class FileHandle:
 
     def __init__(self, path: Path, lock: bool) -> None:
         self._path = path
-        self._file = path.open("rb", buffering=0)
+        self._file = open(path, "rb", buffering=0, opener=_open_regular)  # noqa: SIM115
         try:
             if lock:
                 _lock(self._file.fileno(), shared=True)  # released with the last mapping of this open file
-            self.size = os.fstat(self._file.fileno()).st_size
+            status = os.fstat(self._file.fileno())
+            self.size, self.stamp = status.st_size, str(status.st_mtime_ns)
         except BaseException:
             self._file.close()
             raise
@@ -479,6 +482,22 @@ def _blocks(entry: os.DirEntry[str]) -> int:
         return entry.stat(follow_symlinks=False).st_blocks
     except FileNotFoundError:
         return 0
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Open a regular file; not one whose bytes come from elsewhere, such as a FIFO, which might never end or never begin."""
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    try:
+        _must_be_regular(os.fstat(descriptor), path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _must_be_regular(status: os.stat_result, path: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -293,6 +293,10 @@ class S3Handle:
         found = obstore.get(s3, self._key, options={"range": (0, _READ_AHEAD)})
         return found.meta["size"], found.meta["e_tag"] or "", _body(found, call)
 
+    @property
+    def stamp(self) -> str:
+        return self._tag
+
     def read(self, start: int, count: int) -> bytes:
         count = min(count, self.size - start)
         if count <= 0:

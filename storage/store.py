@@ -34,6 +34,10 @@ class Handle(Protocol):
 
     size: int
 
+    @property
+    def stamp(self) -> str:
+        """What another version of the object differs in: the time of its last change, or an ETag."""
+
     def read(self, start: int, count: int) -> bytes:
         """The bytes `[start, start + count)`; fewer only at the object's end. Raises OSError."""
 

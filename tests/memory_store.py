@@ -83,7 +83,7 @@ class MemoryStore:
 
 class MemoryHandle:
     def __init__(self, content: bytes) -> None:
-        self._content, self.size = content, len(content)
+        self._content, self.size, self.stamp = content, len(content), ""
 
     def read(self, start: int, count: int) -> bytes:
         return self._content[start : start + count]

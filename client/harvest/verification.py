@@ -1,6 +1,6 @@
 """Verification of a harvest: everything that its manifest says is computed again from the files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -9,6 +9,7 @@ import numpy as np
 from ...schemas.blobs import DamagedBlob
 from ...schemas.errors import MidstreamError
 from ...schemas.harvest_order import row_order
+from ...schemas.harvests import UnitEntry
 from ...storage.shards import checksum, shard_tensors, site_name
 from .reader import Harvest, Shard
 from .reader import open as open_harvest
@@ -32,7 +33,8 @@ class Verification:
 
 
 def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> Verification:
-    """Checksums of all files, keys (each once, in the order that the seed gives, in their unit's documents), shapes and counts.
+    """Checksums of all files, keys (each once, in the order that the seed gives, in their unit's documents), shapes, counts,
+    and that no document is left out.
 
     `progress(shards, of)` is called after each shard. Raises `not_found` where there is no manifest.
     """
@@ -44,29 +46,39 @@ def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> Veri
             raise
         found.faults.append(error.detail)
         return found
-    seen: tuple[int, list[np.ndarray]] = (-1, [])
+    of: UnitEntry | None = None
+    seen: list[np.ndarray] = []
     for number, shard in enumerate(harvest.shards):
         try:
             documents, positions = _shard(harvest, shard, found)
-            if seen[0] != shard.unit.unit:
-                _once(seen, found)
-                seen = (shard.unit.unit, [])
-            seen[1].append(np.stack([documents, positions]))
+            if of is not shard.unit:
+                _once(of, seen, harvest, found)
+                of, seen = shard.unit, []
+            seen.append(np.stack([documents, positions]))
         except (OSError, DamagedBlob, MidstreamError, ValueError) as error:
             found.faults.append(f"shard {number}: {error}")
         shard.close()
         found.shards += 1
         if progress is not None:
             progress(number + 1, len(harvest.shards))
-    _once(seen, found)
+    _once(of, seen, harvest, found)
+    for empty in harvest.units:
+        if not empty.shards:
+            _once(empty, [], harvest, found)
     made = harvest.manifest
-    for name, said, counted in (("rows", made.rows, found.rows), ("shards", made.shards, found.shards), ("bytes", made.bytes, found.bytes)):
+    in_units = sum(unit.documents for unit in harvest.units)
+    for name, said, counted in (
+        ("rows", made.rows, found.rows), ("shards", made.shards, found.shards), ("bytes", made.bytes, found.bytes),
+        ("documents", made.documents, in_units),
+    ):  # fmt: skip
         if said != counted:
             found.faults.append(f"the manifest says {said} {name}; the files have {counted}")
     spans = sorted((unit.first, unit.first + unit.documents, unit.unit) for unit in harvest.units)
-    for (_, stop, unit), (start, _, following) in pairwise(spans):
+    for (_, stop, unit), (start, _, following) in pairwise([(0, 0, -1), *spans]):
         if start < stop:
             found.faults.append(f"units {unit} and {following} have documents in common")
+        elif start > stop:
+            found.faults.append(f"documents {stop} to {start - 1} are in no unit")
     numbers = [unit.unit for unit in harvest.units]
     if sorted(numbers) != list(range(len(numbers))):
         found.faults.append("the units are not all there, each once")
@@ -105,8 +117,17 @@ def _shard(harvest: Harvest, shard: Shard, found: Verification) -> tuple[np.ndar
     return documents, positions
 
 
-def _once(seen: tuple[int, list[np.ndarray]], found: Verification) -> None:
-    if seen[1]:
-        keys = np.concatenate(seen[1], axis=1)
-        if np.unique(keys, axis=1).shape[1] != keys.shape[1]:
-            found.faults.append(f"unit {seen[0]} has a row twice")
+def _once(unit: UnitEntry | None, seen: Sequence[np.ndarray], harvest: Harvest, found: Verification) -> None:
+    """Each row of a unit is there once, and each document has some but those that are said to have none."""
+    if unit is None:
+        return
+    keys = np.concatenate([np.zeros((2, 0), np.int64), *seen], axis=1)
+    if np.unique(keys, axis=1).shape[1] != keys.shape[1]:
+        found.faults.append(f"unit {unit.unit} has a row twice")
+    made, there = harvest.manifest, np.unique(keys[0])
+    # Of a packed sequence, or one that tokens were generated for, a document may have no row.
+    whole = made.fit != "pack" and not made.generated
+    if whole and len(there) != unit.documents - unit.skipped:
+        absent = np.setdiff1d(np.arange(unit.first, unit.first + unit.documents), there)
+        shown = ", ".join(map(str, absent[:5].tolist())) + (", …" if len(absent) > 5 else "")
+        found.faults.append(f"unit {unit.unit}: {len(absent)} documents have no row ({shown}), and {unit.skipped} should have none")

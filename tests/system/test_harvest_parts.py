@@ -328,14 +328,14 @@ def test_a_harvest_whose_manifest_is_being_written_is_not_cancelled(redis_url: s
 def test_a_part_does_not_recreate_the_record_of_a_deleted_harvest(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    plan = serving.HarvestSource.plan
+    plan = serving.SourceReader.plan
 
-    def deleted_meanwhile(self: Any) -> Any:
+    async def deleted_meanwhile(self: Any) -> Any:
         with redis.Redis.from_url(redis_url) as client:
-            client.delete(f"ms:harvest:{self._harvest.id}")
-        return plan(self)
+            client.delete(f"ms:harvest:{self._opening.harvest.id}")
+        return await plan(self)
 
-    monkeypatch.setattr(serving.HarvestSource, "plan", deleted_meanwhile)
+    monkeypatch.setattr(serving.SourceReader, "plan", deleted_meanwhile)
 
     async def scenario(rig: Rig) -> None:
         async with rig.worker() as runs:

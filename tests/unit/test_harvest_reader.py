@@ -1,16 +1,18 @@
 """Readers of harvests: random access, datasets that shuffle, split and resume, exports, verification."""
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors import safe_open
 from zlib_ng import zlib_ng
 
 from midstream import harvest as reading
-from midstream.schemas.base import to_json
+from midstream.schemas.base import from_json, to_json
 from midstream.schemas.dtypes import float32_to_bfloat16
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.harvest_order import row_order
@@ -104,6 +106,28 @@ def test_a_document_is_read_in_the_order_of_its_tokens(uri: str) -> None:
 def test_a_whole_harvest_verifies(uri: str) -> None:
     found = reading.verify(uri)
     assert (found.faults, found.shards, found.rows) == ([], UNITS, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("number", "changes", "said"),
+    [
+        (0, {"first": 1, "documents": 4, "skipped": 0}, "documents 0 to 0 are in no unit"),
+        (4, {"documents": 4}, "documents 24 to 24 are in no unit"),
+        (4, {"documents": 6}, "have documents in common"),
+        (11, {"documents": 9, "skipped": 4}, "the manifest says 60 documents; the files have 64"),
+        (11, {"documents": 6}, r"unit 11: 1 documents have no row \(60\), and 0 should have none"),
+        (2, {"unit": 12}, "the units are not all there"),
+    ],
+)
+def test_gaps_are_faults(uri: str, number: int, changes: dict[str, int], said: str) -> None:
+    part = Path(uri) / "parts/0000.json"
+    made = from_json(part.read_bytes(), PartManifest)
+    made.units[number] = msgspec.structs.replace(made.units[number], **changes)
+    part.write_bytes(to_json(made))
+    manifest = from_json((Path(uri) / MANIFEST).read_bytes(), HarvestManifest)
+    parts = [msgspec.structs.replace(manifest.parts[0], crc32=zlib_ng.crc32(part.read_bytes()))]
+    (Path(uri) / MANIFEST).write_bytes(to_json(msgspec.structs.replace(manifest, parts=parts)))
+    assert re.search(said, "; ".join(reading.verify(uri).faults))
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing", "part", "count"])

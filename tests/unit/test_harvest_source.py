@@ -1,6 +1,8 @@
 """Sources of harvests: every document is in one unit, by its number; what cannot be read is said by file and place."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,16 @@ import pytest
 
 from midstream.broker.artifacts.corpora import find, roots_of, store_of
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.harvests import HarvestSource, Plan, StoredHarvest
+from midstream.schemas.harvests import HarvestSource, Plan, PlannedUnit, StoredHarvest
 from midstream.schemas.settings import Settings
+from midstream.storage.store import open_store
 from midstream.workers.fake.model import make_bundle, make_tokenizer
-from midstream.workers.serving import harvest_source
+from midstream.workers.serving import harvest_source, harvest_tables
+from midstream.workers.serving.harvest_cut import Document
 from midstream.workers.serving.harvest_source import HarvestSource as Reader
 
+#: Tokens of the fake model.
+VOCABULARY = make_tokenizer().get_vocab_size()
 TEXTS = [f"document number {number} " + "x" * (number % 37) for number in range(400)]
 
 
@@ -33,14 +39,18 @@ def reader(folder: Path, source: HarvestSource, **changes: Any) -> Reader:
         "max_length": 4096, "row_bytes": 640 << 10,
     }  # fmt: skip
     bundle = make_bundle(make_tokenizer())
-    return Reader(StoredHarvest(**(fields | changes)), bundle, Settings(harvest_sources=str(folder)))
+    return Reader(StoredHarvest(**(fields | changes)), bundle, Settings(harvest_sources=str(folder)), VOCABULARY)
+
+
+def read(made: Reader, plan: Plan, unit: PlannedUnit) -> list[Document]:
+    return made.read(plan.files[unit.file] if plan.files else None, unit)
 
 
 def texts_of(made: Reader, plan: Plan) -> list[tuple[int, str]]:
     found = []
     for unit in plan.units:
-        for document in made.read(plan, unit):
-            found.append((document.number, made.tokenizer.decode(document.token_ids.tolist())))
+        for document in read(made, plan, unit):
+            found.append((document.number, made.tokens.tokenizer.decode(document.token_ids.tolist())))
     return found
 
 
@@ -66,7 +76,7 @@ def test_lines_of_the_request_are_documents(tmp_path: Path) -> None:
     plan = made.plan()
     assert len(plan.units) > 1
     assert [number for number, _ in texts_of(made, plan)] == list(range(51))
-    assert made.read(plan, plan.units[-1])[-1].token_ids.tolist() == [104, 105]
+    assert read(made, plan, plan.units[-1])[-1].token_ids.tolist() == [104, 105]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "stream"])
@@ -87,6 +97,107 @@ def test_columns_of_tables_are_documents(tmp_path: Path, kind: str) -> None:
     assert texts_of(made, plan) == list(enumerate(TEXTS))
 
 
+def write_texts(path: Path, texts: list[str], **options: Any) -> None:
+    """In the format of the path's ending."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    table = pa.table({"text": texts})
+    if path.suffix == ".jsonl":
+        write_jsonl(path, texts)
+    elif path.suffix == ".parquet":
+        parquet.write_table(table, path, row_group_size=90, **options)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema, **options) as writer:
+            writer.write_table(table, max_chunksize=70)
+
+
+#: What happens to the file between planning and reading.
+CHANGES: dict[str, Callable[[list[str]], list[str]]] = {
+    "rewritten": lambda texts: ["y" + text[1:] for text in texts],
+    "reordered": lambda texts: texts[::-1],
+    "prepended": lambda texts: ["one more", *texts],
+    "shrunk": lambda texts: texts[: len(texts) // 3],
+    "touched": list,
+}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_was_changed_since_the_plan_is_not_read(tmp_path: Path, ending: str, change: str) -> None:
+    path = tmp_path / f"texts.{ending}"
+    write_texts(path, TEXTS)
+    made = reader(tmp_path, HarvestSource(path=path.name))
+    plan = made.plan()
+    write_texts(path, CHANGES[change](TEXTS))
+    for unit in plan.units:
+        with pytest.raises(MidstreamError, match=f"'{path.name}' was changed since the harvest was planned") as raised:
+            read(made, plan, unit)
+        assert (raised.value.kind, raised.value.field) == ("conflict", "source.path")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
+@pytest.mark.parametrize("change", ["rewritten", "reordered"])
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_change_that_keeps_size_and_time_is_seen_by_the_checksum(tmp_path: Path, ending: str, change: str, limited: bool) -> None:
+    texts = [f"{number:03d} has as many characters as every other" for number in range(200)]
+    path = tmp_path / f"texts.{ending}"
+    write_texts(path, texts)
+    made = reader(tmp_path, HarvestSource(path=path.name), max_tokens=3 if limited else None)
+    plan, time = made.plan(), path.stat().st_mtime_ns
+    size = path.stat().st_size
+    write_texts(path, CHANGES[change](texts))
+    if path.stat().st_size != size:
+        path.write_bytes(path.read_bytes().ljust(size)[:size])
+    os.utime(path, ns=(time, time))
+    for unit in plan.units:
+        with pytest.raises(MidstreamError, match="texts"):
+            read(made, plan, unit)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
+def test_units_are_read_in_any_order(tmp_path: Path, ending: str) -> None:
+    write_texts(tmp_path / f"texts.{ending}", TEXTS)
+    made = reader(tmp_path, HarvestSource(path=f"texts.{ending}"))
+    plan = made.plan()
+    assert sum(unit.documents for unit in plan.units) == len(TEXTS)
+    found = [(document.number, made.tokens.tokenizer.decode(document.token_ids.tolist())) for unit in reversed(plan.units)
+             for document in read(made, plan, unit)]  # fmt: skip
+    assert sorted(found) == list(enumerate(TEXTS))
+
+
+def test_texts_of_a_dictionary_are_planned_by_what_they_hold(tmp_path: Path) -> None:
+    """In the file they are a few kB."""
+    write_texts(tmp_path / "texts.parquet", ["x" * 50_000, "y" * 50_000] * 500, use_dictionary=True)
+    made = reader(tmp_path, HarvestSource(path="texts.parquet"), row_bytes=1)
+    plan = made.plan()
+    assert [unit.documents for unit in plan.units] == [336, 336, 328]
+    assert max(unit.weight for unit in plan.units) < 17 << 20
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
+def test_a_document_that_is_too_large_is_named(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (harvest_source, harvest_tables):
+        monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 1 << 20)
+    texts = [*TEXTS[:100], "z" * (2 << 20), "after"]
+    write_texts(tmp_path / f"texts.{ending}", texts)
+    with pytest.raises(MidstreamError, match=r"line 101 is longer|row 100 has 2,097,152 bytes") as raised:
+        reader(tmp_path, HarvestSource(path=f"texts.{ending}")).plan()
+    assert f"texts.{ending}" in raised.value.detail
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_fifo_or_a_device_is_no_source(tmp_path: Path, alone: bool) -> None:
+    (tmp_path / "corpus").mkdir()
+    os.mkfifo(tmp_path / "corpus/a.jsonl")
+    with pytest.raises(MidstreamError, match="not a regular file") as raised:
+        reader(tmp_path, HarvestSource(path="corpus/a.jsonl" if alone else "corpus")).plan()
+    assert raised.value.field == "source.path"
+    (tmp_path / "link").symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="not a regular file"):
+        open_store(str(tmp_path)).open("link")
+
+
 def test_token_ids_of_a_table_are_taken_as_they_are(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as parquet
@@ -94,7 +205,7 @@ def test_token_ids_of_a_table_are_taken_as_they_are(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"input_ids": [[1, 2, 3], [], [4]]}), tmp_path / "ids.parquet")
     made = reader(tmp_path, HarvestSource(path="ids.parquet", kind="tokens", field="input_ids"))
     plan = made.plan()
-    found = [document.token_ids.tolist() for unit in plan.units for document in made.read(plan, unit)]
+    found = [document.token_ids.tolist() for unit in plan.units for document in read(made, plan, unit)]
     assert found == [[1, 2, 3], [], [4]]
 
 
@@ -108,9 +219,17 @@ def test_a_limit_of_tokens_ends_the_plan_exactly_there(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "texts.jsonl", TEXTS)
     made = reader(tmp_path, HarvestSource(path="texts.jsonl"), max_tokens=1234)
     plan = made.plan()
-    documents = [document for unit in plan.units for document in made.read(plan, unit)]
+    documents = [document for unit in plan.units for document in read(made, plan, unit)]
     assert sum(len(document.token_ids) for document in documents) == 1234
     assert [document.number for document in documents] == list(range(len(documents)))
+
+
+def test_files_behind_the_limit_of_tokens_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    write_texts(tmp_path / "corpus/a.parquet", TEXTS)
+    (tmp_path / "corpus/b.parquet").write_text("damaged")
+    plan = reader(tmp_path, HarvestSource(path="corpus"), max_tokens=500).plan()
+    assert [file.key for file in plan.files] == ["corpus/a.parquet"]
 
 
 def test_parts_cover_the_units(tmp_path: Path) -> None:
@@ -134,7 +253,7 @@ def test_a_document_that_cannot_be_read_is_named(tmp_path: Path, lines: list[str
     made = reader(tmp_path, HarvestSource(path="bad.jsonl", **source))
     plan = made.plan()
     with pytest.raises(MidstreamError) as raised:
-        [made.read(plan, unit) for unit in plan.units]
+        [read(made, plan, unit) for unit in plan.units]
     assert said in str(raised.value)
     assert raised.value.kind == "invalid_request"
 

@@ -49,7 +49,7 @@ from ..engine.protocol import Engine, EngineRequest, Fetch
 from ..engine.requests import sequence_request, tensors_of
 from .attempt import Attempt
 from .harvest_cut import CutSequence, cut, shards_of
-from .harvest_source import HarvestSource
+from .harvest_process import SourceProcess, SourceReader
 from .redis_retry import patiently
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,8 @@ POLL_S, POLL_REQUESTS = 0.05, 256
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 #: A shard may take so many times `capture_timeout_s` from its last token: it is written as a whole.
 WRITE_PATIENCE = 10
+#: Reads the sources of all harvests of this worker.
+SOURCES = SourceProcess()
 SHARDS, PARTS, PLANS = "shards", "parts", "plans"
 
 
@@ -93,7 +95,8 @@ class HarvestAttempt:
         """To its end. Raises MidstreamError, and what ends an attempt."""
         harvest = await patiently(lambda: self._harvests.stored(self._part.harvest), f"harvest {self._part.harvest}")
         store = open_store(harvest.uri)
-        source = HarvestSource(harvest, self._engine.tokenizer, self._ledger.settings)
+        roots, info = self._ledger.settings.harvest_sources, self._engine.info
+        source = SourceReader(SOURCES, harvest, self._engine.tokenizer, roots, info.vocab_size)
         if self._part.role == "plan":
             await self._plan(harvest, store, source)
         elif self._part.role == "seal":
@@ -103,8 +106,8 @@ class HarvestAttempt:
 
     # Planning and sealing
 
-    async def _plan(self, harvest: StoredHarvest, store: ArtifactStore, source: HarvestSource) -> None:
-        plan = await asyncio.to_thread(source.plan)
+    async def _plan(self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader) -> None:
+        plan = await source.plan()
         job, attempt = self._attempt.job, self._attempt.number
         key = f"{PLANS}/{job.id}.a{attempt}.msgpack"
         file = PlanFile(key=key, crc32=await self._put(harvest, store, key, to_msgpack(plan)))
@@ -148,6 +151,7 @@ class HarvestAttempt:
                 if checksum(handle) != part.crc32:
                     raise MidstreamError("capture_damaged", f"{part.key} is not what was written")
                 units += from_json(handle.read(0, handle.size), PartManifest).units
+        _check_documents(units, plan)
         named |= {file.key for unit in units for shard in unit.shards for file in shard.files}
         folders = store.children(f"{SHARDS}/")
         for key in itertools.chain(*map(store.children, (f"{PARTS}/", f"{PLANS}/", *folders))):
@@ -207,7 +211,7 @@ class HarvestAttempt:
 
     # Computing
 
-    async def _compute(self, harvest: StoredHarvest, store: ArtifactStore, source: HarvestSource) -> None:
+    async def _compute(self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader) -> None:
         steering = self._attempt.lease.steering
         if harvest.steering != steering.digest:
             detail = "the global steering was changed since the harvest was accepted: its rows would be of two models"
@@ -216,7 +220,7 @@ class HarvestAttempt:
             return
         kept = await patiently(lambda: self._harvests.units(self._part), f"units of {harvest.id}")
         _, plan = await self._read_plan(harvest, store)
-        bos, eos = source.special("bos_token"), source.special("eos_token")
+        bos, eos = await source.special()
         names = sorted(tensors_of(self._attempt.job, steering))
         await self._engine.hold_vectors(names, self._fetch)
         try:
@@ -224,9 +228,10 @@ class HarvestAttempt:
                 for number in range(self._part.first, self._part.first + self._part.count):
                     if number in kept:
                         continue
-                    shards, documents = await asyncio.to_thread(_cut_unit, harvest, source, plan, plan.units[number], bos, eos)
+                    documents = await source.read(plan, plan.units[number])
+                    shards = shards_of(harvest, await asyncio.to_thread(cut, harvest, documents, bos, eos))
                     begun = asyncio.Event()
-                    group.create_task(self._unit(harvest, number, plan.units[number], documents, shards, begun, kept))
+                    group.create_task(self._unit(harvest, number, plan.units[number], len(documents), shards, begun, kept))
                     await begun.wait()  # the next one is read while its last shards are computed
         finally:
             await self._engine.release_vectors(names)
@@ -397,9 +402,14 @@ class HarvestAttempt:
         return receipts
 
 
-def _cut_unit(
-    harvest: StoredHarvest, source: HarvestSource, plan: Plan, unit: PlannedUnit, bos: int | None, eos: int | None
-) -> tuple[list[list[CutSequence]], int]:
-    """(The sequences of each shard, how many documents were read.) Runs in a thread."""
-    documents = source.read(plan, unit)
-    return shards_of(harvest, cut(harvest, documents, bos, eos)), len(documents)
+def _check_documents(units: Sequence[UnitEntry], plan: Plan) -> None:
+    """Every document that was planned is in the unit that it was planned for; those beyond a limit of tokens in none."""
+    if len(units) != len(plan.units):
+        raise MidstreamError("internal", f"{len(units)} of {len(plan.units)} units are recorded: nothing is removed")
+    for number, (unit, planned) in enumerate(zip(units, plan.units, strict=True)):
+        few = unit.documents <= planned.documents if planned.tokens >= 0 else unit.documents == planned.documents
+        if not few or (unit.unit, unit.first) != (number, planned.document):
+            raise MidstreamError(
+                "internal", f"unit {number} has {unit.documents} documents from {unit.first} on, and was planned with {planned.documents} "
+                f"from {planned.document} on: nothing is removed",
+            )  # fmt: skip

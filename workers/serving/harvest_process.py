@@ -1,0 +1,258 @@
+"""A process beside the worker that reads sources of harvests, so that no file can take the worker's memory, nor hold up a cancel.
+
+The two exchange MessagePack messages over pipes, each behind its length. The process ends with its worker, whose end closes its input.
+"""
+
+import asyncio
+import atexit
+import os
+import resource
+import subprocess
+import sys
+import threading
+import traceback
+from collections import OrderedDict
+from contextlib import suppress
+from typing import IO
+
+import msgspec
+import numpy as np
+
+from ...schemas.base import from_msgpack, to_msgpack
+from ...schemas.errors import MidstreamError
+from ...schemas.harvests import Plan, PlannedUnit, SourceFile, StoredHarvest
+from ...schemas.models import TokenizerBundle
+from ...schemas.settings import Settings
+from .harvest_cut import Document
+from .harvest_source import HarvestSource
+
+#: Data (RLIMIT_DATA: not files that are mapped) that the process may have. What needs more is refused.
+LIMIT_MIB = 2048
+#: A request is made again of a new process when the first one ended: something else may have killed it.
+TRIES = 2
+#: Sources that the process has open: those of the parts that a worker has at a time.
+OPEN = 2
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """What the process needs to know of a harvest."""
+
+    harvest: StoredHarvest
+    bundle: TokenizerBundle
+    roots: str  # the setting `harvest_sources`
+    vocabulary: int
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Plan, or without `unit` and with `special` read its tokens, or read a unit of a file (None: lines of the request)."""
+
+    harvest: str
+    opening: Opening | None = None
+    special: bool = False
+    file: SourceFile | None = None
+    unit: PlannedUnit | None = None
+
+
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`at`: where it reads, with another reply to follow; `unknown`: the harvest has to be opened."""
+
+    at: str = ""
+    unknown: bool = False
+    problem: tuple[str, str, str | None, str | None] | None = None  # kind, detail, field, allowed
+    plan: Plan | None = None
+    special: tuple[int | None, int | None] | None = None  # ids of BOS and EOS
+    documents: list[tuple[int, bytes]] = []  # number, token ids as int32
+
+
+class SourceReader:
+    """The documents of one harvest, by way of a process. May be shared by tasks of one event loop."""
+
+    def __init__(self, process: "SourceProcess", harvest: StoredHarvest, bundle: TokenizerBundle, roots: str, vocabulary: int) -> None:
+        self._process, self._opening = process, Opening(harvest, bundle, roots, vocabulary)
+
+    async def plan(self) -> Plan:
+        """See `HarvestSource.plan`."""
+        plan = (await self._ask("the source", Request(self._opening.harvest.id))).plan
+        assert plan is not None, "a plan is answered by one"
+        return plan
+
+    async def special(self) -> tuple[int | None, int | None]:
+        """The model's tokens of a text's beginning and end."""
+        special = (await self._ask("the tokenizer", Request(self._opening.harvest.id, special=True))).special
+        assert special is not None, "special tokens are answered by them"
+        return special
+
+    async def read(self, plan: Plan, unit: PlannedUnit) -> list[Document]:
+        """See `HarvestSource.read`."""
+        file = plan.files[unit.file] if plan.files else None
+        place = f"documents {unit.document} to {unit.document + unit.documents - 1} (in {file.key if file else 'source.lines'})"
+        reply = await self._ask(place, Request(self._opening.harvest.id, file=file, unit=unit))
+        return [Document(number, np.frombuffer(ids, np.int32)) for number, ids in reply.documents]
+
+    async def _ask(self, place: str, request: Request) -> Reply:
+        stopped = threading.Event()
+        try:
+            return await asyncio.to_thread(self._process.ask, self._opening, request, place, stopped)
+        except asyncio.CancelledError:
+            self._process.stop(stopped)
+            raise
+
+
+class SourceProcess:
+    """The process, started when it is needed. Any thread."""
+
+    def __init__(self, limit_mib: int = LIMIT_MIB) -> None:
+        self._limit = limit_mib
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asking, self._killing = threading.Lock(), threading.Lock()
+        self._asked: threading.Event | None = None  # by whom
+
+    def ask(self, opening: Opening, request: Request, place: str, stopped: threading.Event) -> Reply:
+        """Raises MidstreamError, also if what is at `place` takes too much memory; EOFError once `stopped`, see `stop`."""
+        with self._asking:
+            for tried in range(1, TRIES + 1):
+                with self._killing:
+                    if stopped.is_set():
+                        raise EOFError("the request was stopped")
+                    self._asked = stopped
+                try:
+                    return self._exchange(opening, request)
+                except _Ended as end:
+                    self.close()
+                    if not stopped.is_set() and tried == TRIES:
+                        raise MidstreamError(
+                            "invalid_request", f"{end.at or place}: reading it takes more than {self._limit} MiB of memory", field="source"
+                        ) from end
+                finally:
+                    with self._killing:
+                        self._asked = None
+        raise EOFError("the request was stopped")
+
+    def stop(self, stopped: threading.Event) -> None:
+        """End the request that was made with `stopped`, and the process if it is at it."""
+        with self._killing:
+            stopped.set()
+            if self._asked is stopped and self._process is not None:
+                self._process.kill()
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):
+                    assert pipe is not None
+                    pipe.close()
+
+    def _exchange(self, opening: Opening, request: Request) -> Reply:
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        at = ""
+        try:
+            _send(process.stdin, request)
+            while (reply := from_msgpack(_receive(process.stdout), Reply)).at or reply.unknown:
+                if reply.unknown:
+                    _send(process.stdin, msgspec.structs.replace(request, opening=opening))
+                at = reply.at
+        except (EOFError, OSError) as error:
+            raise _Ended(at) from error
+        if reply.problem is not None:
+            kind, detail, field, allowed = reply.problem
+            raise MidstreamError(kind, detail, field=field, allowed=allowed)
+        return reply
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        with self._killing:
+            if self._process is None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(self._limit)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,  # Ctrl-C is its worker's to handle
+                    env={**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"},  # others reserve more than they use
+                )
+                atexit.register(self.close)
+            return self._process
+
+
+class _Ended(Exception):
+    """The process has ended. `at`: where it was."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__(at)
+        self.at = at
+
+
+def _send(pipe: IO[bytes], message: Request | Reply) -> None:
+    data = to_msgpack(message)
+    pipe.write(len(data).to_bytes(8))
+    pipe.write(data)
+    pipe.flush()
+
+
+def _receive(pipe: IO[bytes]) -> bytes:
+    size = pipe.read(8)
+    data = pipe.read(int.from_bytes(size)) if len(size) == 8 else b""
+    if len(size) < 8 or len(data) < int.from_bytes(size):
+        raise EOFError("the other side has ended")
+    return data
+
+
+class Server:
+    """The process' side."""
+
+    def __init__(self, output: IO[bytes]) -> None:
+        self._output = output
+        self._sources: OrderedDict[str, HarvestSource] = OrderedDict()
+
+    def answer(self, request: Request) -> Reply:
+        """Raises MemoryError, which ends the process."""
+        try:
+            if request.opening is not None:
+                told = request.opening
+                self._sources[request.harvest] = HarvestSource(
+                    told.harvest, told.bundle, Settings(harvest_sources=told.roots), told.vocabulary, self._show
+                )
+                while len(self._sources) > OPEN:
+                    self._sources.popitem(last=False)
+            source = self._sources.get(request.harvest)
+            if source is None:
+                return Reply(unknown=True)
+            self._sources.move_to_end(request.harvest)
+            return self._made(source, request)
+        except MidstreamError as error:
+            return Reply(problem=(error.kind, error.detail, error.field, error.allowed))
+        except MemoryError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            return Reply(problem=("internal", f"{type(error).__name__}: {error}", None, None))
+
+    def _made(self, source: HarvestSource, request: Request) -> Reply:
+        if request.special:
+            return Reply(special=(source.tokens.special("bos_token"), source.tokens.special("eos_token")))
+        if request.unit is None:
+            return Reply(plan=source.plan())
+        documents = source.read(request.file, request.unit)
+        return Reply(documents=[(document.number, document.token_ids.tobytes()) for document in documents])
+
+    def _show(self, place: str) -> None:
+        _send(self._output, Reply(at=place))
+
+
+def main() -> None:
+    limit = int(sys.argv[1]) << 20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no message
+    server = Server(output)
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            _send(output, server.answer(from_msgpack(_receive(sys.stdin.buffer), Request)))
+
+
+if __name__ == "__main__":
+    main()
