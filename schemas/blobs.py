@@ -3,14 +3,16 @@
 Format: 8 bytes little-endian length of the header, the header as JSON (name → dtype, shape, data_offsets), the tensors' bytes.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from .captures import FORMAT, Manifest
 from .dtypes import DTYPES, ITEM_BYTES
+from .errors import shortened
 from .tensors import Tensor
 
 #: Our name of a dtype → safetensors'.
@@ -22,6 +24,8 @@ _ALIGNMENT = 8
 _LENGTH_BYTES = 8
 #: A header beyond this is not one of ours.
 _MAX_HEADER = 100_000_000
+_MAX_DIMENSIONS = 16
+_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 
 
 class DamagedBlob(ValueError):
@@ -97,37 +101,54 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> Header:
     return Header(manifest, tensors, end)
 
 
+class _Entry(msgspec.Struct):
+    """A tensor in a header. Files come from elsewhere: every number is bounded, also in how many there are."""
+
+    dtype: str
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
+
+
 def read_tensors(
-    read: Callable[[int, int], bytes], size: int, item_bytes: Mapping[str, int] = FILE_ITEM_BYTES
+    read: Callable[[int, int], bytes], size: int, item_bytes: Mapping[str, int] = FILE_ITEM_BYTES, most: int = _MAX_HEADER
 ) -> tuple[dict[str, str], dict[str, TensorPlace], int]:
     """(metadata, tensors in the order of their bytes, bytes of the whole) of a safetensors file; arguments as of `read_header`.
 
-    `item_bytes`: of the dtypes that there may be, as safetensors names them. Raises DeletedBlob, DamagedBlob.
+    `item_bytes`: of the dtypes that there may be, as safetensors names them. `most`: bytes of the header. As the format wants it, the
+    bytes of tensors follow each other without gaps. Raises DeletedBlob, and DamagedBlob naming the tensor.
     """
     first = read(0, _LENGTH_BYTES)
     length = int.from_bytes(first, "little")
     if len(first) == _LENGTH_BYTES and length == 0:
         raise DeletedBlob("it was deleted")
-    if size < _LENGTH_BYTES or not length <= min(size - _LENGTH_BYTES, _MAX_HEADER):
-        raise DamagedBlob(f"it is truncated: {size} bytes do not contain a header")
+    if size < _LENGTH_BYTES or not length <= min(size - _LENGTH_BYTES, most):
+        raise DamagedBlob(f"it is truncated, or not a safetensors file: {size} bytes do not contain a header")
     start = _LENGTH_BYTES + length
     try:
-        header = msgspec.json.decode(read(_LENGTH_BYTES, length))
-        metadata = header.pop("__metadata__", {})
-        tensors = sorted((_place(name, entry, start, item_bytes) for name, entry in header.items()), key=lambda tensor: tensor.start)
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedBlob(f"it is not a Midstream file: {error!r}") from error
-    end = max((tensor.start + tensor.length for tensor in tensors), default=start)
+        entries = msgspec.json.decode(read(_LENGTH_BYTES, length), type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(entries.pop("__metadata__", b"null"), type=dict[str, str] | None) or {}
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DamagedBlob(f"it has no valid safetensors header: {error}") from error
+    places = [_place(name, entry, start, item_bytes) for name, entry in entries.items()]
+    tensors, end = sorted(places, key=lambda tensor: (tensor.start, tensor.length)), start
+    for tensor in tensors:
+        if tensor.start != end:
+            where = f"at byte {tensor.start - start}, valid: {end - start}, behind the tensors before it"
+            raise DamagedBlob(f"{shortened(tensor.name)} begins {where}")
+        end += tensor.length
     if end > size:
-        raise DamagedBlob(f"it is truncated: {size} of {end} bytes")
+        raise DamagedBlob(f"it is truncated: {size} of {end} bytes: those of its tensors are not all there")
     return metadata, {tensor.name: tensor for tensor in tensors}, end
 
 
-def _place(name: str, entry: dict[str, Any], start: int, item_bytes: Mapping[str, int]) -> TensorPlace:
-    first, last = entry["data_offsets"]
-    count = item_bytes[entry["dtype"]]
-    for side in entry["shape"]:
-        count *= side
-    if first < 0 or last - first != count:
-        raise ValueError(f"{name} of shape {entry['shape']} does not fit {last - first} bytes")
-    return TensorPlace(name, entry["dtype"], entry["shape"], start + first, last - first)
+def _place(name: str, raw: msgspec.Raw, start: int, item_bytes: Mapping[str, int]) -> TensorPlace:
+    try:
+        entry = msgspec.json.decode(raw, type=_Entry)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DamagedBlob(f"{shortened(name)} has no valid entry in the header: {error}") from error
+    if entry.dtype not in item_bytes:
+        raise DamagedBlob(f"{shortened(name)} is {shortened(entry.dtype)}; valid: {', '.join(item_bytes)}")
+    (first, last), wanted = entry.data_offsets, item_bytes[entry.dtype] * math.prod(entry.shape)
+    if last - first != wanted:
+        raise DamagedBlob(f"{shortened(name)} has {last - first} bytes; its shape {entry.shape} of {entry.dtype} needs {wanted}")
+    return TensorPlace(name, entry.dtype, entry.shape, start + first, wanted)

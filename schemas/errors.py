@@ -85,15 +85,21 @@ class MidstreamError(Exception):
         return STATUS_OF_KIND[self.kind]
 
     def problem(self, instance: str | None = None) -> Problem:
+        """The document, which can be encoded whatever text of a client, a file or a folder it quotes."""
         return Problem(
             type=f"urn:midstream:{self.kind}",
             title=self.kind.replace("_", " ").capitalize(),
             status=self.status,
-            detail=self.detail,
-            field=self.field,
-            allowed=self.allowed,
-            instance=instance,
+            detail=_encodable(self.detail),
+            field=self.field and _encodable(self.field),
+            allowed=self.allowed and _encodable(self.allowed),
+            instance=instance and _encodable(instance),
         )
+
+
+def _encodable(text: str) -> str:
+    """With lone surrogates, which UTF-8 does not have, written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def invalid(field: str, detail: str, allowed: str | None = None) -> MidstreamError:

@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .blobs import DamagedBlob
 from .errors import MidstreamError
 from .folders import folder_below
-from .limits import MAX_FILE_HEADER, MAX_LORA_BYTES, MAX_LORA_CONFIG
+from .limits import MAX_LORA_BYTES, MAX_LORA_CONFIG
 from .loras import LoraModule, LoraSupport
 from .selectors import as_ranges
+from .tensor_files import whole_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)
@@ -32,7 +34,6 @@ _HARMLESS = frozenset(
 _CHECKED = frozenset(["r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"])
 #: Other initialisations change the base model's weights.
 _INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight")
 _PATTERN = re.compile(r"\^?[\w.]+")
 _NUMBER = re.compile(r"\.(\d+)\.")
@@ -94,24 +95,14 @@ def parse(config: bytes, weights: bytes) -> LoraContent:
 
 
 def _shapes(weights: bytes) -> dict[str, list[int]]:
-    """Of a safetensors file, whose header is checked against its length."""
-    size = int.from_bytes(weights[:8], "little")
-    if len(weights) < 8 or size > min(MAX_FILE_HEADER, len(weights) - 8):
-        raise LoraError(f"{WEIGHTS} is not a safetensors file: its header does not fit")
     try:
-        header = json.loads(weights[8 : 8 + size])
-        header.pop("__metadata__", None)
-        tensors = {name: (str(each["dtype"]), [int(n) for n in each["shape"]], each["data_offsets"]) for name, each in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LoraError(f"{WEIGHTS} has no valid safetensors header: {error}") from error
-    for name, (dtype, shape, (start, stop)) in tensors.items():
-        if dtype not in _DTYPES:
-            raise LoraError(f"{WEIGHTS}: {name} is {dtype}; valid: {', '.join(_DTYPES)}")
-        if len(shape) != 2 or min(shape) < 1:
-            raise LoraError(f"{WEIGHTS}: {name} has the shape {shape}; valid: two dimensions")
-        if not 0 <= start <= stop <= len(weights) - 8 - size or stop - start != _DTYPES[dtype] * shape[0] * shape[1]:
-            raise LoraError(f"{WEIGHTS}: the bytes of {name} are not all there")
-    return {name: shape for name, (_, shape, _) in tensors.items()}
+        tensors = whole_file(lambda start, count: weights[start : start + count], len(weights))
+    except DamagedBlob as error:
+        raise LoraError(f"{WEIGHTS}: {error}") from error
+    for name, place in tensors.items():
+        if len(place.shape) != 2 or min(place.shape) < 1:
+            raise LoraError(f"{WEIGHTS}: {name} has the shape {place.shape}; valid: two dimensions")
+    return {name: place.shape for name, place in tensors.items()}
 
 
 def check(content: LoraContent, support: LoraSupport) -> LoraFacts:

@@ -5,18 +5,19 @@ Files come from elsewhere and may be large, damaged, or change while they are re
 
 import hashlib
 import io
-import json
 import math
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from .blobs import DamagedBlob, TensorPlace, read_tensors
 from .dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, widened
+from .errors import shortened
 from .limits import MAX_FILE_HEADER
 
 #: What is read, by safetensors' names and by numpy's.
@@ -93,27 +94,17 @@ class TensorFile:
     # --- The two formats ---
 
     def _of_safetensors(self) -> dict[str, Place]:
-        size = int.from_bytes(self._file.read(8), "little")
-        if self.bytes < 8 or size > min(MAX_FILE_HEADER, self.bytes - 8):
-            raise TensorFileError(f"{self._name} is not a safetensors file: its header does not fit")
         try:
-            header = json.loads(self._file.read(size))
-            header.pop("__metadata__", None)
-            found = {name: (str(each["dtype"]), [int(n) for n in each["shape"]], each["data_offsets"]) for name, each in header.items()}
-            offsets = {name: (int(start), int(stop)) for name, (_, _, (start, stop)) in found.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise TensorFileError(f"{self._name} has no valid safetensors header: {error}") from error
-        places = {}
-        for name, (dtype, shape, _) in found.items():
-            start, stop = offsets[name]
-            if dtype not in FLOATS:
-                raise TensorFileError(f"{self._name}: {name} is {dtype}; valid: {', '.join(FLOATS)}")
-            _check_shape(self._name, name, shape)
-            wanted = ITEM_BYTES[DTYPE_OF_FILE[dtype]] * math.prod(shape)
-            if not 0 <= start <= stop <= self.bytes - 8 - size or stop - start != wanted:
-                raise TensorFileError(f"{self._name}: the bytes of {name} are not all there")
-            places[name] = Place(shape, dtype, 8 + size + start)
-        return places
+            tensors = whole_file(self._bytes_at, self.bytes)
+        except DamagedBlob as error:
+            raise TensorFileError(f"{self._name}: {error}") from error
+        for name, place in tensors.items():
+            _check_shape(self._name, name, place.shape)
+        return {name: Place(place.shape, place.dtype, place.start) for name, place in tensors.items()}
+
+    def _bytes_at(self, start: int, count: int) -> bytes:
+        self._file.seek(start)
+        return self._file.read(count)
 
     def _of_npz(self, most: int) -> dict[str, Place]:
         places: dict[str, Place] = {}
@@ -124,7 +115,7 @@ class TensorFile:
             for member in self._zip.infolist()[: _TENSORS + 1]:
                 name = member.filename.removesuffix(".npy")
                 with self._zip.open(member) as stream:
-                    shape, fortran, dtype = _npy_header(stream)
+                    shape, fortran, dtype = self._header(member.filename, stream)
                 if dtype.kind != "f" or dtype.str[1:] not in _NUMPY_FLOATS or fortran:
                     raise TensorFileError(f"{self._name}: {name} is {dtype}; valid: float16, float32 or float64, in C order")
                 _check_shape(self._name, name, list(shape))
@@ -135,11 +126,17 @@ class TensorFile:
             raise TensorFileError(f"{self._name} is not a valid npz file: {error}") from error
         return places
 
+    def _header(self, member: str, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+        try:
+            return npy_header(stream)
+        except ValueError as error:
+            raise TensorFileError(f"{self._name}: {shortened(member)}: {error}") from error
+
     def _member(self, place: Place) -> np.ndarray:
         assert self._zip is not None
         try:
             with self._zip.open(place.member) as stream:
-                _npy_header(stream)
+                npy_header(stream)
                 size = np.dtype(place.dtype).itemsize * math.prod(place.shape)
                 raw = stream.read(size)
         except (zipfile.BadZipFile, ValueError, EOFError, OSError, RuntimeError) as error:
@@ -171,12 +168,26 @@ def _check_shape(file: str, name: str, shape: list[int]) -> None:
         raise TensorFileError(f"{file}: {name} has the shape {shape}; valid: one or two dimensions")
 
 
-def _npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, Fortran order and dtype of a member; nothing in it is run."""
+def whole_file(read: Callable[[int, int], bytes], size: int) -> dict[str, TensorPlace]:
+    """The tensors of a safetensors file of numbers; arguments as of `blobs.read_tensors`. Raises DamagedBlob naming the tensor."""
+    _, tensors, end = read_tensors(read, size, {name: ITEM_BYTES[DTYPE_OF_FILE[name]] for name in FLOATS}, MAX_FILE_HEADER)
+    if end != size:
+        raise DamagedBlob(f"it has {size - end} bytes behind its tensors; valid: none")
+    return tensors
+
+
+def npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, Fortran order and dtype of a `.npy` file, or of a member of an npz file. Raises ValueError.
+
+    Numpy evaluates the header as a literal, which fails in many ways; nothing in it is run.
+    """
     form: Any = np.lib.format
-    version = form.read_magic(stream)
-    read = {(1, 0): form.read_array_header_1_0, (2, 0): form.read_array_header_2_0}.get(version)
-    if read is None:
-        raise ValueError(f"npy version {version}")
-    shape, fortran, dtype = read(stream)
+    try:
+        version = form.read_magic(stream)
+        read = {(1, 0): form.read_array_header_1_0, (2, 0): form.read_array_header_2_0}.get(version)
+        if read is None:
+            raise ValueError(f"npy version {version}")
+        shape, fortran, dtype = read(stream)
+    except Exception as error:
+        raise ValueError(f"it has no valid npy header ({shortened(str(error))}); valid: an array as numpy.save writes it") from error
     return shape, fortran, dtype

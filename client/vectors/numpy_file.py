@@ -2,28 +2,22 @@
 
 import io
 import math
-import struct
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
+from ...schemas.tensor_files import npy_header
 from .arrays import Array, array_of, member, opened
 
 MAGIC = b"\x93NUMPY"
-_VERSIONS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def read_npy(raw: bytes) -> Array:
     """float16 and float32 as they are, other numbers rounded to float32. Raises ValueError."""
     stream = io.BytesIO(raw)
-    form: Any = np.lib.format
     try:
-        version = form.read_magic(stream)
-        if version not in _VERSIONS:
-            raise ValueError(f"npy version {version}")
-        shape, fortran, dtype = _VERSIONS[version](stream)  # type: ignore[no-untyped-call]  # numpy's has no types
-    except (ValueError, EOFError, SyntaxError, TypeError, struct.error) as error:
+        shape, fortran, dtype = npy_header(stream)
+    except ValueError as error:
         raise ValueError(f"it is not a numpy file: {error}") from error
     if dtype.kind not in "fiu":
         raise ValueError(f"it holds {dtype}; valid: numbers")

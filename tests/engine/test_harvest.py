@@ -90,7 +90,7 @@ def test_what_the_operator_captures_of_all_traffic_it_captures_of_a_harvest(serv
         (position,) = captured.positions(request=request)
         keys = whole.keys(slice(None))
         rows = whole.rows(slice(None), 15)[(keys.positions == position) & (keys.token_ids == tokens[0])]
-        assert relative_error(rows, captured.array(15, request=request)) <= BF16_BATCH
+        assert min(relative_error(row[None], captured.array(15, request=request)) for row in rows) <= BF16_BATCH
 
 
 def test_a_probe_that_stops_all_traffic_ends_what_a_harvest_generates(client: Client) -> None:
