@@ -5,7 +5,10 @@ All of the table in `docs/quantised.md` is measured by `make quantised`; here ea
 
 import asyncio
 import json
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,6 +21,7 @@ from fidelity import options_of
 from fidelity_page import SHORT, Way
 from host import Host, capture_of, prompt_of, relative_error
 from patching_kit import Cell, edits, everything, patches, rows_of
+from processors import OLDER, environment, flags, refusal
 from quantised import FORMATS, Made, QuantisedTruth, _compressed, make
 from quantised_page import figure, tolerance
 from reference import Edit
@@ -49,7 +53,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Maker:
     return cache(lambda name, form: make(name, form, folder))
 
 
+def start(model: Path, folder: Path, dtype: str = "bfloat16") -> None:
+    settings = Settings(model=str(model), data_dir=str(folder / "data"), dtype=dtype, max_model_len=64)
+    asyncio.run(VllmEngine(settings).start())
+
+
 def compare(name: str, form: str, way: Way, made: Maker, nurseries, folder: Path) -> None:
+    """Where the processor cannot compute the format, no engine starts."""
+    if reason := refusal(form, way.dtype):
+        with pytest.raises(UnsupportedQuantisationError, match=reason):
+            start(made(name, form).quantised, folder, way.dtype)
+        return
     found = figure(nurseries, folder, made(name, form), way, f"{name} {form}")
     assert found.worst <= tolerance(SHORT[way.dtype]), str(found)
 
@@ -72,6 +86,8 @@ def test_other_models_and_ways_give_the_rows_of_the_dequantised_checkpoint(
 @pytest.mark.matrix
 @pytest.mark.parametrize(("form", "dtype"), [("int8 per token", "float32"), ("awq", "bfloat16")])
 def test_patched_rows_are_the_source_runs_and_the_rest_is_transformers(form: str, dtype: str, made: Maker, nursery, tmp_path) -> None:
+    if reason := refusal(form, dtype):
+        pytest.skip(f"not served on this processor: {reason}")
     model = made("qwen3", form)
     host = nursery.host(tmp_path / "engine", model.quantised, **options_of(Way("v1", "eager", dtype)))
     try:
@@ -135,6 +151,7 @@ def test_scales_of_fused_weights_that_differ_are_said_in_a_caveat(made: Maker, n
 
 
 @pytest.mark.matrix
+@pytest.mark.skipif(bool(refusal("int8 per token", "float32")), reason="int8 is not served on this processor")
 def test_ranks_scale_their_own_part_of_a_row_as_the_caveat_says(made: Maker, two_ranks, tmp_path) -> None:
     """Scales per token: rows of two ranks differ from those of one. Static scales: they do not."""
     for form, alike in (("int8 per token", False), ("int8 static", True)):
@@ -154,22 +171,17 @@ def test_ranks_scale_their_own_part_of_a_row_as_the_caveat_says(made: Maker, two
 
 
 def test_info_and_manifest_say_how_a_checkpoint_is_quantised(made: Maker, nursery, tmp_path) -> None:
-    host = nursery.host(tmp_path / "engine", made("llama", "int8 static").quantised, **options_of(Way("v1", "eager", "float32")))
+    host = nursery.host(tmp_path / "engine", made("llama", "fp8 per token").quantised, **options_of(Way("v1", "eager", "float32")))
     try:
-        assert host.info["quantization"] == "compressed-tensors: int8 weights, int8 activations static"
+        assert host.info["quantization"] == "compressed-tensors: fp8 weights, fp8 activations per token"
         assert ["round their input" in caveat for caveat in host.info["caveats"] if "certif" not in caveat] == [True]
         job = host.job(prompt_of(5), max_tokens=1, capture=capture_of([1], "all_prompt"))
         host.run(job)
         assert host.capture(job).manifest().caveats == host.info["caveats"]
-        error = relative_error(host.capture(job).array(1), made("llama", "int8 static").reference().rows(prompt_of(5))["post_block", 1])
+        error = relative_error(host.capture(job).array(1), made("llama", "fp8 per token").reference().rows(prompt_of(5))["post_block", 1])
         assert error <= FP32_HOOKS
     finally:
         host.close()
-
-
-def start(model: Path, folder: Path) -> None:
-    settings = Settings(model=str(model), data_dir=str(folder / "data"), dtype="bfloat16", max_model_len=64)
-    asyncio.run(VllmEngine(settings).start())
 
 
 @pytest.mark.parametrize(
@@ -184,6 +196,39 @@ def start(model: Path, folder: Path) -> None:
 def test_what_this_cpu_cannot_run_is_refused_before_a_process_starts(name: str, form: str, reason: str, made: Maker, tmp_path) -> None:
     with pytest.raises(UnsupportedQuantisationError, match=reason):
         start(made(name, form).quantised, tmp_path)
+
+
+_TRY = """
+import sys
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.settings import Settings
+from midstream.workers.engine.vllm import configured
+from midstream.workers.engine.vllm_options import prepare_environment
+from midstream.workers.runner.kernel_check import check_kernels
+for model, dtype in zip(sys.argv[1::2], sys.argv[2::2]):
+    settings = Settings(model=model, dtype=dtype, max_model_len=64)
+    prepare_environment(settings)
+    try:
+        check_kernels(configured(settings)[0], model)
+        print("\\nserved")
+    except MidstreamError as error:
+        print("\\n" + " ".join(error.detail.split()))
+"""
+
+
+@pytest.mark.skipif("avx512_bf16" not in flags(), reason="older processors are simulated on one with AVX-512, bf16 and VNNI")
+@pytest.mark.parametrize("name", [name if name == "avx2" else pytest.param(name, marks=pytest.mark.matrix) for name in OLDER])
+def test_kernels_are_tried_on_the_processor(name: str, made: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each format, as vLLM and oneDNN run it on an older processor: served, or refused with the reason."""
+    for key, value in environment(name).items():
+        monkeypatch.setenv(key, value)
+    cases = [(form, dtype) for form, each in FORMATS.items() for dtype in each.dtypes]
+    models = [text for form, dtype in cases for text in (str(made("llama", form).quantised), dtype)]
+    done = subprocess.run([sys.executable, "-c", _TRY, *models], capture_output=True, text=True, timeout=300, check=True)
+    answers = [line for line in done.stdout.splitlines() if line == "served" or line.startswith("quantisation ")]
+    wanted = {case: refusal(*case) or "^served$" for case in cases}
+    assert len(answers) == len(cases), done.stdout
+    assert not {case: answer for (case, reason), answer in zip(wanted.items(), answers, strict=True) if not re.search(reason, answer)}
 
 
 _FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}

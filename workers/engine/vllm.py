@@ -42,7 +42,8 @@ from ..runner.architectures import UnsupportedArchitectureError, describe
 from ..runner.config import Found, PlaneConfig
 from ..runner.consumers import available
 from ..runner.extensions import agreed, check_installed, named
-from ..runner.quantisation import check_kernels, quantisation_of, refuse_gguf
+from ..runner.kernel_check import check_kernels
+from ..runner.quantisation import quantisation_of, refuse_gguf
 from ..runner.ring_budget import CapturedRows
 from ..runner.stages import stage_layers
 from . import nodes

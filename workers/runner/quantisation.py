@@ -4,25 +4,18 @@ The rows of a quantised checkpoint are defined as those of its dequantised weigh
 checkpoint asks for. A checkpoint whose rows would be others is refused, or served with a caveat: see `docs/quantised.md`.
 """
 
-import contextlib
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import parallel_state
+from vllm.config import VllmConfig
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
-from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.platforms import current_platform
 
 from ...schemas.errors import MidstreamError
-
-logger = logging.getLogger(__name__)
 
 #: vLLM's methods, with weights and activations, of which rows were compared with transformers', on a CPU.
 MEASURED = frozenset(
@@ -34,8 +27,6 @@ MEASURED = frozenset(
         *((method, "int4", "") for method in ("awq", "auto_awq", "gptq", "auto_gptq")),
     }
 )
-#: What vLLM says where it has no kernel for a format here; other errors of a layer without a model are left to the real one.
-_NO_KERNEL = ("failed to find a kernel", "no compressed-tensors compatible scheme", "not support", "please install")
 #: 4-bit weights run with 8-bit activations on CPUs with AMX, unless this is 0: see `engine.vllm_options`.
 W4A8 = "VLLM_CPU_INT4_W4A8"
 #: `repository:QUANTISATION`, as the GGUF plugin of vLLM takes it.
@@ -223,44 +214,6 @@ def refuse_gguf(model: str) -> None:
             "GGUF is not served: vLLM has no code for it, and its plugin none for CPUs. Have transformers dequantise it into a folder of "
             "safetensors, and serve that: see docs/quantised.md"
         )
-
-
-def check_kernels(config: VllmConfig, name: str) -> None:
-    """Raises UnsupportedQuantisationError if vLLM has no kernel for layers of `config` here, or one that shares scales.
-
-    vLLM chooses it for a layer like the model's `down_proj`, on no device: in milliseconds, and before any process of the engine starts.
-    """
-    model = config.model_config
-    hidden = model.get_hidden_size()
-    size = getattr(model.hf_text_config, "intermediate_size", None) or hidden
-    try:
-        with set_current_vllm_config(config), _one_rank(), torch.device("meta"):
-            layer = ReplicatedLinear(
-                size if isinstance(size, int) else hidden,
-                hidden,
-                bias=False,
-                params_dtype=model.dtype,
-                quant_config=config.quant_config,
-                prefix="model.layers.0.mlp.down_proj",
-            )
-    except Exception as error:
-        if not any(words in str(error).lower() for words in _NO_KERNEL):
-            logger.info("kernels for %s are not known before the model is loaded: %s", name, error)
-            return
-        why = " ".join(str(error).split()).removesuffix("Reasons:").strip()
-        raise UnsupportedQuantisationError(f"quantisation {name} is not served here: vLLM says: {why}") from error
-    refuse_shared_scales(torch.nn.ModuleDict({"down_proj": layer}))
-
-
-@contextlib.contextmanager
-def _one_rank() -> Iterator[None]:
-    """Parameters of vLLM ask for their tensor-parallel rank when they are made."""
-    before = parallel_state._TP
-    parallel_state._TP = SimpleNamespace(rank_in_group=0, world_size=1)
-    try:
-        yield
-    finally:
-        parallel_state._TP = before
 
 
 def refuse_shared_scales(model: torch.nn.Module) -> None:

@@ -208,7 +208,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam("vllm.model_executor.layers.attention.mla_attention:MLAAttention", ("num_heads", "v_head_dim"), "inside.py"),
     Seam("vllm.model_executor.layers.attention", ("Attention", "ChunkedLocalAttention"), "attention_kinds.py"),
     Seam("vllm.v1.attention.backend", ("AttentionType",), "attention_kinds.py"),
-    Seam("vllm.model_executor.layers.linear", ("ReplicatedLinear",), "quantisation.py, inside.py"),
+    Seam("vllm.model_executor.layers.linear", ("ReplicatedLinear",), "kernel_check.py, inside.py"),
     Seam("vllm.model_executor.layers.linear:LinearBase", ("input_size", "output_size"), "inside.py"),
     Seam("vllm.model_executor.layers.linear:RowParallelLinear", ("input_is_parallel",), "inside.py"),
     Seam("vllm.model_executor.layers.linear:QKVParallelLinear", ("total_num_kv_heads",), "inside.py"),

@@ -37,6 +37,7 @@ from .grading import tap
 from .inside import Group, install_inside
 from .installed_ops import load_ops
 from .installed_readers import LoadedReader, load_readers
+from .kernel_check import check_kernels
 from .kv_blocks import CpuBlocks
 from .loras import Loras
 from .plane import DataPlane
@@ -79,11 +80,13 @@ class MidstreamWorker(PlatformWorker):
         check(self.vllm_config)
         config, model = plane_config(), self.model_config
         adapter = describe(model.architectures[0], model.hf_config, model.max_model_len)  # refuse before the weights are read
-        quantisation_of(self.vllm_config)  # likewise
+        quantisation = quantisation_of(self.vllm_config)  # likewise
         super().load_model(*args, **kwargs)
         # Before anything runs: on CPUs it replaces vLLM's arithmetic.
         loras = Loras(self.model_runner.lora_manager, Path(config.spill_dir)) if self.vllm_config.lora_config is not None else None
         try:
+            if quantisation.name:
+                check_kernels(self.vllm_config, quantisation.name)  # this machine may have another processor than the worker's
             refuse_shared_scales(self.model_runner.get_model())
             with set_current_vllm_config(self.vllm_config), set_forward_context(None, self.vllm_config):
                 adapter = complete(

@@ -1,0 +1,50 @@
+"""Which quantised formats a processor serves, by its flags; and how to try older processors on this one.
+
+To run a test file as on a processor without AVX-512 and VNNI, in bash:
+
+    env $(python tests/engine/processors.py avx2) pytest tests/engine/test_quantised.py
+"""
+
+import os
+import sys
+from pathlib import Path
+
+_AVX512 = "avx512f avx512_bf16 avx512_vnni"
+#: Name → the flags that it lacks, what oneDNN may use, what PyTorch may use.
+OLDER = {
+    "avx2": (f"{_AVX512} avx_vnni", "AVX2", "avx2"),
+    "avx2_vnni": (_AVX512, "AVX2_VNNI", "avx2"),
+    "avx512": ("avx512_bf16 avx512_vnni avx_vnni", "AVX512_CORE", "avx512"),
+    "avx512_vnni": ("avx512_bf16 avx_vnni", "AVX512_CORE_VNNI", "avx512"),
+}
+
+
+def environment(name: str) -> dict[str, str]:
+    """What a process and its children need to take this processor for the older one."""
+    hidden, onednn, aten = OLDER[name]
+    return {
+        "HIDDEN_CPU_FLAGS": hidden.replace(" ", ","),
+        "ONEDNN_MAX_CPU_ISA": onednn,
+        "ATEN_CPU_CAPABILITY": aten,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "older_processor"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+
+
+def flags() -> frozenset[str]:
+    """Of this processor, without those that are hidden."""
+    line = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    return frozenset(line.split()) - set(os.environ.get("HIDDEN_CPU_FLAGS", "").split(","))
+
+
+def refusal(form: str, dtype: str) -> str:
+    """Why the format is not served on this processor; empty if it is. By the flags alone, without asking the code under test."""
+    if form.startswith("int8") and not {"avx512_vnni", "avx_vnni"} & flags():
+        slow = form == "int8 static" and dtype == "bfloat16" and "avx512f" not in flags()  # oneDNN's own reference, which is right
+        return "" if slow else "Int8 products need VNNI"
+    if form in ("awq", "gptq", "int4 groups") and "avx512f" not in flags():
+        return "cpu_gemm_wna16"
+    return ""
+
+
+if __name__ == "__main__":
+    print(*(f"{name}={value}" for name, value in environment(sys.argv[1]).items()))
