@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from cluster import Cluster, Outage
 
-#: Fault → how often the full gate causes it: kills, stops (SIGTERM), pauses past the lease (SIGSTOP), refused writes of Redis. `api`: for
-#: each replica.
+#: Fault → how often the full gate causes it: kills, stops (SIGTERM), pauses past the lease (SIGSTOP), refused writes of Redis; a machine
+#: that dies, and whose Redis loads its log slowly while the other processes on it start; a relay that is away for longer than receipts may
+#: take. `api`: for each replica.
 FULL = {
     "worker": 30,
     "redis": 5,
@@ -18,21 +19,27 @@ FULL = {
     **{f"{kind} stop": 1 for kind in ("worker", "relay", "api", "callbacks")},
     "worker pause": 3,
     "redis full": 3,
+    "machine": 2,
+    "relay long": 1,
 }
 #: And where harvests go into a bucket: it goes away, it answers 503 and cuts uploads.
 BUCKET = {"bucket away": 5, "bucket busy": 10}
-STOP, PAUSE, NO_ROOM, AWAY, BUSY = " stop", " pause", " full", " away", " busy"
+STOP, PAUSE, NO_ROOM, AWAY, BUSY, LONG = " stop", " pause", " full", " away", " busy", " long"
 #: A paused worker goes on so many seconds after its lease has run out.
 PAST_LEASE_S = 3.0
 #: A killed process is started again after so many seconds, at most.
 DOWN_S = 1.0
+#: A relay is away for longer than `capture_timeout_s` by this: its sign of life lasts some time, in which the time of receipts counts.
+LONG_S = 25.0
+#: What dies with a machine.
+MACHINE = ["redis", "relay", "callbacks", "worker", "api"]
 #: Faults happen between these shares of the load, so that each has something before and something behind it.
 FIRST, LAST = 0.03, 0.95
 
 
 @dataclass
 class Fault:
-    """Before job number `before` is sent, one of `targets` is killed, or gets SIGTERM."""
+    """Before job number `before` is sent, one of `targets` is killed, or gets SIGTERM; or `together` all of them."""
 
     kind: str  # as in `FULL`
     targets: list[str]
@@ -40,6 +47,7 @@ class Fault:
     down_s: float
     fired: asyncio.Event = field(default_factory=asyncio.Event)
     outage: Outage | None = None
+    together: bool = False
 
 
 def schedule(rng: random.Random, cluster: Cluster, jobs: int, kills: dict[str, int]) -> list[Fault]:
@@ -47,13 +55,19 @@ def schedule(rng: random.Random, cluster: Cluster, jobs: int, kills: dict[str, i
     wanted: list[tuple[str, list[str]]] = []
     for kind, count in kills.items():
         what = kind.partition(" ")[0]
-        if what == "worker":
+        if what == "machine":
+            wanted += [(kind, MACHINE)] * count
+        elif what == "worker":
             wanted += [(kind, rng.sample(cluster.workers, len(cluster.workers))) for _ in range(count)]
         elif what == "api":
             wanted += [(kind, [replica]) for replica in cluster.ports for _ in range(count)]
         else:
             wanted += [(kind, [what])] * count
     faults = [Fault(kind, targets, rng.randint(int(FIRST * jobs), int(LAST * jobs)), rng.uniform(0.05, DOWN_S)) for kind, targets in wanted]
+    for fault in faults:
+        fault.together = fault.targets is MACHINE
+        if fault.kind.endswith(LONG):
+            fault.down_s += cluster.settings.capture_timeout_s + LONG_S
     return sorted(faults, key=lambda fault: fault.before)
 
 
@@ -79,24 +93,28 @@ class Chaos:
 
     async def _fire(self, fault: Fault) -> None:
         async with self._freed:
-            await self._freed.wait_for(lambda: not self._busy.issuperset(fault.targets))
-            target = next(name for name in fault.targets if name not in self._busy)
-            self._busy.add(target)
+            few = self._busy.isdisjoint if fault.together else lambda names: not self._busy.issuperset(names)
+            await self._freed.wait_for(lambda: few(fault.targets))
+            targets = fault.targets if fault.together else [next(name for name in fault.targets if name not in self._busy)]
+            self._busy.update(targets)
         strikes = {STOP: self._cluster.stop_in_order, NO_ROOM: self._cluster.fill, AWAY: self._cluster.part, BUSY: self._cluster.burden}
         strike = next((found for suffix, found in strikes.items() if fault.kind.endswith(suffix)), self._cluster.strike)
         how = signal.SIGSTOP if fault.kind.endswith(PAUSE) else signal.SIGKILL
-        fault.outage = await asyncio.to_thread(strike, target, how)
+        if fault.together:
+            fault.outage = await asyncio.to_thread(self._cluster.outage, targets)
+        else:
+            fault.outage = await asyncio.to_thread(strike, targets[0], how)
         fault.fired.set()
-        self._reviving.append(asyncio.create_task(self._revive(fault, target)))
+        self._reviving.append(asyncio.create_task(self._revive(fault, targets)))
 
-    async def _revive(self, fault: Fault, target: str) -> None:
+    async def _revive(self, fault: Fault, targets: list[str]) -> None:
         assert fault.outage is not None
         await asyncio.sleep(fault.down_s + (self._cluster.settings.lease_s + PAST_LEASE_S if fault.outage.paused else 0))
-        if target != "redis":  # what starts while Redis is away waits for it, but says so by ending where it must
+        if "redis" not in targets:  # what starts while Redis is away waits for it, but says so by ending where it must
             await self._until_free("redis")
         await asyncio.to_thread(self._cluster.revive, fault.outage)
         async with self._freed:
-            self._busy.discard(target)
+            self._busy.difference_update(targets)
             self._freed.notify_all()
 
     async def _until_free(self, name: str) -> None:

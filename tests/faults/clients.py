@@ -10,8 +10,9 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -33,6 +34,11 @@ WAYS = {
 }
 #: Each job with a number that is a multiple of this is a harvest instead: it lasts for many jobs.
 HARVEST_EVERY = 100
+#: How a file is rewritten while it is harvested: another file of its name, or the same one with other documents; also with one more in
+#: front, or without the last ones.
+REWRITES = ("replaced", "in place", "prepended", "shorter")
+#: Seconds after a harvest was planned at which its file is rewritten, at most.
+REWRITE_S = 2.0
 HELD = {"held job", "completion", "captured completion"}
 #: Text of a prompt: words that no other has.
 WORDS = ("steer", "capture", "patch", "stream", "layer", "token", "receipt", "ledger", "relay", "worker")
@@ -57,6 +63,17 @@ class Plan:
     capture: dict[str, Any] | None = None
     callback: str | None = None
     when: str = ""  # of a cancelled job: `running` when it is to be cancelled then, else soon
+    file: str = ""  # of a harvest: the file in `Clients.sources` that its documents are read from; empty: they are in the request
+    rewrite: str = ""  # what becomes of that file while it is harvested, of `REWRITES`
+
+    @property
+    def others(self) -> list[str]:
+        """The documents that the file has once it is rewritten."""
+        if self.rewrite == "prepended":
+            return [self.prompts[-1], *self.prompts]
+        if self.rewrite == "shorter":
+            return list(self.prompts[:-7])
+        return [document[::-1] for document in self.prompts]
 
     @property
     def path(self) -> str:
@@ -69,7 +86,8 @@ class Plan:
         if self.callback:
             body["callback_url"] = self.callback
         if self.way == "harvest":
-            return body | {"source": {"lines": list(self.prompts)}, "layers": [0, 3], "shards": {"mib": 1, "shuffle": self.number}}
+            source = {"path": self.file} if self.file else {"lines": list(self.prompts)}
+            return body | {"source": source, "layers": [0, 3], "shards": {"mib": 1, "shuffle": self.number}}
         if self.way == "sweep":
             clean, corrupt = self.prompts
             pair = {"clean": clean, "corrupt": corrupt, "answer": "a", "foil": "b"}
@@ -86,13 +104,17 @@ class Plan:
         return body | {"capture_wait": self.way == "captured completion", "stream": self.way == "streamed completion"}
 
 
-def plans(rng: random.Random, count: int, callback: str | None = None) -> list[Plan]:
-    """`count` different jobs; one in five has the callback URL `callback`."""
+def plans(rng: random.Random, count: int, callback: str | None = None, files: bool = False) -> list[Plan]:
+    """`count` different jobs; one in five has the callback URL `callback`. `files`: every other harvest reads a file."""
     made = []
     for number in range(count):
         way = rng.choices(list(WAYS), list(WAYS.values()))[0]
         if number % HARVEST_EVERY == 0:
-            made.append(Plan(number, "harvest", tuple(document(rng, number, place) for place in range(DOCUMENTS)), 0))
+            harvest = Plan(number, "harvest", tuple(document(rng, number, place) for place in range(DOCUMENTS)), 0)
+            if files and number // HARVEST_EVERY % 2:
+                rewrite = rng.choice(REWRITES) if number // HARVEST_EVERY % 4 == 1 else ""
+                harvest = replace(harvest, file=f"{number}.jsonl", rewrite=rewrite)
+            made.append(harvest)
             continue
         words = [" ".join(rng.choices(WORDS, k=rng.randint(1, 6))) for _ in range(2 if way == "sweep" else rng.choice((1, 1, 2, 3)))]
         prompts = tuple(f"{number} {text}"[:40].ljust(12, ".") for text in words)
@@ -143,13 +165,21 @@ class Clients:
     """All clients, over all replicas. `was_away(replica, start, end)`: whether a broken connection has its reason."""
 
     def __init__(
-        self, urls: dict[str, str], run: str, rng: random.Random, max_wait_s: float, was_away: Callable[[str, float, float], bool]
+        self,
+        urls: dict[str, str],
+        run: str,
+        rng: random.Random,
+        max_wait_s: float,
+        was_away: Callable[[str, float, float], bool],
+        sources: Path | None = None,
     ):
+        """`sources`: the folder of the files that harvests read."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
         timeout = httpx.Timeout(30.0, read=max_wait_s + OUTAGE_S)
         self._http = {name: httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout) for name, url in urls.items()}
         self._run, self._rng, self._was_away = run, rng, was_away
         self._wait_s = max_wait_s
+        self._sources = sources
 
     async def close(self) -> None:
         for http in self._http.values():
@@ -167,6 +197,8 @@ class Clients:
     async def _follow(self, observed: Observed) -> None:
         plan = observed.plan
         headers = {"Idempotency-Key": observed.key}
+        if plan.file and self._sources:
+            _write(self._sources / plan.file, plan.prompts)
         if plan.way == "held job":
             headers["Prefer"] = f"wait={self._wait_s:.0f}"
         began = time.monotonic()
@@ -200,6 +232,8 @@ class Clients:
                 observed.wrong.append(f"the result of {observed.id} was answered {result.status_code}")
 
     async def _harvested(self, observed: Observed) -> None:
+        rewrite_at = float("inf")
+        rewrites = bool(observed.plan.rewrite)
         while observed.state not in TERMINAL:
             view = await self._ask(observed, "GET", f"/v1/harvests/{observed.id}")
             if view.status_code != 200:
@@ -208,6 +242,11 @@ class Clients:
             observed.state = view.json()["state"]
             if observed.state == "paused":
                 observed.paused = view.json()["reason"]
+            if rewrites and observed.state != "planning":  # what is harvested is decided
+                rewrites, rewrite_at = False, time.monotonic() + self._rng.random() * REWRITE_S
+            if time.monotonic() > rewrite_at and self._sources:
+                rewrite_at = float("inf")
+                _write(self._sources / observed.plan.file, observed.plan.others, anew=observed.plan.rewrite != "in place")
             await asyncio.sleep(0.5)
         observed.finished = time.monotonic()
 
@@ -245,6 +284,17 @@ class Clients:
                 await asyncio.sleep(min(float(answer.headers.get("retry-after", "1")), 0.5) * (0.5 + self._rng.random()))
                 continue
             return answer
+
+
+def _write(path: Path, documents: Sequence[str], anew: bool = True) -> None:
+    """Write a corpus of one document per line: as another file of this name, or into the file that is there."""
+    text = "".join(json.dumps({"text": document}) + "\n" for document in documents)
+    if not anew:
+        path.write_text(text)
+        return
+    aside = path.with_suffix(".new")
+    aside.write_text(text)
+    aside.replace(path)
 
 
 def _texts(plan: Plan, answer: httpx.Response) -> list[str] | None:

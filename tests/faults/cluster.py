@@ -7,6 +7,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 64,
     "webhook_allow_private": True,
     "log_level": "WARNING",
+    "capture_timeout_s": 20.0,
 }
+#: Commands that a log gets before it is loaded slowly, and how long that takes: longer than what starts meanwhile needs for its start.
+LOADED_COMMANDS, LOAD_S = 20_000, 12.0
 #: Whoever starts while Redis restarts may end with an error.
 STARTS = 5
 #: How long a worker's kill waits for the worker to hold a job, in seconds.
@@ -65,6 +69,9 @@ class Cluster(Stack):
         if bucket is not None:
             settings |= {"harvest_stores": s3_kit.uri(bucket), "artifact_access_key": s3_kit.ACCESS_KEY}
             settings |= {"artifact_secret_key": s3_kit.SECRET_KEY}
+        self.sources = directory / "sources"
+        self.sources.mkdir(parents=True)
+        settings["harvest_sources"] = str(self.sources)
         super().__init__(directory, api=False, workers=workers, start_timeout_s=120, **(SETTINGS | settings))
         replicas = ["api", *[f"api-{number}" for number in range(2, apis + 1)]][:apis]
         self.ports = {name: free_port() for name in replicas}
@@ -99,6 +106,34 @@ class Cluster(Stack):
         self.outages.append(outage)
         self._limit_redis(1)
         return outage
+
+    def outage(self, names: list[str]) -> Outage:
+        """A machine with Redis and one of each other process dies. What comes back with it starts while Redis loads its log, slowly."""
+        with redis.Redis.from_url(self.settings.redis_url) as client, client.pipeline(transaction=False) as pipe:
+            for number in range(LOADED_COMMANDS):
+                pipe.set("ms:gate-load", number)
+            with contextlib.suppress(redis.ResponseError):  # it takes no writes just now
+                pipe.execute()
+        found = [Outage(name, time.monotonic()) for name in names]
+        self.outages += found
+        for name in names:
+            self.kill(name)
+
+        def mend() -> None:
+            with ThreadPoolExecutor(1) as pool:
+                loading = pool.submit(self.load_redis, LOAD_S)
+                self.await_loading()
+                others = [outage for outage in found if outage.name != "redis"]
+                for outage in others:
+                    self.spawn(outage.name)
+                loading.result()
+                for outage in others:
+                    self.wait_ready(outage.name)  # without another start: it has waited
+            for outage in found:
+                outage.ready = time.monotonic()
+
+        found[0].mend = mend
+        return found[0]
 
     def part(self, name: str, _: signal.Signals) -> Outage:
         """Nobody reaches the bucket any more."""

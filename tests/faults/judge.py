@@ -140,16 +140,20 @@ async def _harvest(ledger: Ledger, client: Observed, verdict: Verdict) -> None:
     view = await Harvests(ledger).view(client.id)
     verdict.seen["harvests"] += 1
     verdict.seen["harvests paused"] += bool(client.paused)
+    if client.plan.rewrite and view.state == "failed" and view.error and client.plan.file in view.error.detail:
+        verdict.seen["changed sources"] += 1
+        return
     if view.state != "succeeded":
         verdict.say("lost", f"{client.id} ended {view.state} ({view.reason}): {view.error.detail if view.error else ''}")
         return
+    documents = list(client.plan.prompts)
     try:
         made = await asyncio.to_thread(checked, view.uri)
-        await asyncio.to_thread(check_rows, made, list(client.plan.prompts), [("post_block", 0), ("post_block", 3)])
+        await asyncio.to_thread(check_rows, made, documents, [("post_block", 0), ("post_block", 3)])
     except (AssertionError, MidstreamError, OSError) as error:
         verdict.say("duplicate", f"{client.id} at {view.uri}: {str(error)[:500]}")
     else:
-        if (view.rows, view.bytes, view.documents) != (len(made), made.manifest.bytes, len(client.plan.prompts)):
+        if (view.rows, view.bytes, view.documents) != (len(made), made.manifest.bytes, len(documents)):
             verdict.say("wrong answer", f"{client.id} counts {view.rows} rows of {view.documents} documents, and has {len(made)}")
         verdict.seen["rows"] += len(made)
 

@@ -79,7 +79,7 @@ def test_a_job_survives_a_kill_at_every_crash_point(tmp_path: Path) -> None:
 
 async def walk(cluster: Cluster, receiver: Receiver) -> list[Observed]:
     """Every process at each of its points; what the clients observed."""
-    clients = Clients(cluster.urls, "walk", random.Random(1), cluster.settings.max_wait_s, cluster.was_away)
+    clients = Clients(cluster.urls, "walk", random.Random(1), cluster.settings.max_wait_s, cluster.was_away, cluster.sources)
     following = []
     try:
         for number, (point, (name, plan)) in enumerate(WALK.items()):

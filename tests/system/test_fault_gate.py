@@ -13,7 +13,18 @@ JOBS = 500
 #: On a machine that stands still leases run out more often than anything is killed: a job that is run again for that is none that was lost.
 #: The whole gate keeps to what the service does by itself.
 MAX_ATTEMPTS = 50
-KILLS = {"worker": 4, "redis": 1, "relay": 1, "api": 1, "callbacks": 1, "worker stop": 1, "api stop": 1, "worker pause": 1, "redis full": 1}
+KILLS = {
+    "worker": 4,
+    "redis": 1,
+    "relay": 1,
+    "api": 1,
+    "callbacks": 1,
+    "worker stop": 1,
+    "api stop": 1,
+    "worker pause": 1,
+    "redis full": 1,
+    "machine": 1,
+}
 ON_BUCKET = {"worker": 3, "redis": 1, "relay": 1, "callbacks": 1, "bucket away": 2, "bucket busy": 2}
 
 
