@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from midstream.schemas.selectors import HOOKS
 from midstream.workers.fake.model import HIDDEN_SIZE
 
 MODEL = "fake-model"
@@ -47,8 +48,8 @@ PATIENCE_S = 240.0
 #: A held response may take this much longer than `max_wait_s`: it outlives a restart of Redis.
 OUTAGE_S = 40.0
 TERMINAL = {"succeeded", "failed", "cancelled", "aborted", "expired"}
-#: Documents of a harvest, and characters of each.
-DOCUMENTS, CHARACTERS = 400, 60
+#: Documents of a harvest, and of one that reads a file; and characters of each.
+DOCUMENTS, FILE_DOCUMENTS, CHARACTERS = 400, 800, 60
 JOB_HEADER = "x-midstream-job"
 
 
@@ -65,6 +66,15 @@ class Plan:
     when: str = ""  # of a cancelled job: `running` when it is to be cancelled then, else soon
     file: str = ""  # of a harvest: the file in `Clients.sources` that its documents are read from; empty: they are in the request
     rewrite: str = ""  # what becomes of that file while it is harvested, of `REWRITES`
+
+    @property
+    def hooks(self) -> dict[str, list[int]]:
+        """What a harvest reads: of a file so much that it has many units, each of which is read when its turn comes."""
+        return {hook: [0, 1, 2, 3] for hook in HOOKS} if self.file else {"post_block": [0, 3]}
+
+    @property
+    def sites(self) -> list[tuple[str, int]]:
+        return sorted((hook, layer) for hook, layers in self.hooks.items() for layer in layers)
 
     @property
     def others(self) -> list[str]:
@@ -87,7 +97,7 @@ class Plan:
             body["callback_url"] = self.callback
         if self.way == "harvest":
             source = {"path": self.file} if self.file else {"lines": list(self.prompts)}
-            return body | {"source": source, "layers": [0, 3], "shards": {"mib": 1, "shuffle": self.number}}
+            return body | {"source": source, "hooks": self.hooks, "shards": {"mib": 1, "shuffle": self.number}}
         if self.way == "sweep":
             clean, corrupt = self.prompts
             pair = {"clean": clean, "corrupt": corrupt, "answer": "a", "foil": "b"}
@@ -110,8 +120,10 @@ def plans(rng: random.Random, count: int, callback: str | None = None, files: bo
     for number in range(count):
         way = rng.choices(list(WAYS), list(WAYS.values()))[0]
         if number % HARVEST_EVERY == 0:
-            harvest = Plan(number, "harvest", tuple(document(rng, number, place) for place in range(DOCUMENTS)), 0)
-            if files and number // HARVEST_EVERY % 2:
+            from_file = files and number // HARVEST_EVERY % 2 == 1
+            length = FILE_DOCUMENTS if from_file else DOCUMENTS
+            harvest = Plan(number, "harvest", tuple(document(rng, number, place) for place in range(length)), 0)
+            if from_file:
                 rewrite = rng.choice(REWRITES) if number // HARVEST_EVERY % 4 == 1 else ""
                 harvest = replace(harvest, file=f"{number}.jsonl", rewrite=rewrite)
             made.append(harvest)

@@ -149,7 +149,7 @@ async def _harvest(ledger: Ledger, client: Observed, verdict: Verdict) -> None:
     documents = list(client.plan.prompts)
     try:
         made = await asyncio.to_thread(checked, view.uri)
-        await asyncio.to_thread(check_rows, made, documents, [("post_block", 0), ("post_block", 3)])
+        await asyncio.to_thread(check_rows, made, documents, client.plan.sites)
     except (AssertionError, MidstreamError, OSError) as error:
         verdict.say("duplicate", f"{client.id} at {view.uri}: {str(error)[:500]}")
     else:

@@ -20,6 +20,7 @@ def test_the_gate_loses_and_duplicates_no_accepted_job(tmp_path: Path, seed: int
     report = gate.run(tmp_path, chosen, JOBS, FULL)
     print(report.table(), json.dumps(report.figures()), sep="\n")
     assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
+    assert report.verdict.seen["changed sources"] > 0
 
 
 @pytest.mark.timeout(3600)
