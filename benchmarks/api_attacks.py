@@ -287,7 +287,8 @@ async def publish(settings: Settings) -> None:
             "tokenizer": name,
         }
         await ledger.put_blob(name, raw)
-        await ledger.publish_model(msgspec.structs.replace(fake, **facts))
+        (worker,) = await ledger.workers()
+        await ledger.publish_model(msgspec.structs.replace(fake, **facts), worker)
     finally:
         await ledger.close()
 

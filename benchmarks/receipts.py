@@ -32,7 +32,7 @@ from midstream.schemas.receipts import CapturedFile, Receipt
 from midstream.schemas.settings import Settings, to_environment
 from midstream.schemas.specs import StoredCapture
 
-WORKER, BOOT = "bench", "boot"
+WORKER, BOOT, IDENTITY = "bench", "boot", "a" * 64
 PROMPTS = 512  # per job
 LONE = 50  # receipts for the latency of one
 
@@ -54,10 +54,10 @@ async def claim_jobs(settings: Settings, count: int, ranks: int) -> list[str]:
     for _ in range(count):
         job = Job(
             id=new_job_id(), kind="generate", model="bench", prompts=[StoredPrompt(token_ids=[1])] * PROMPTS, sampling=Sampling(),
-            created=now(), captures=[[capture]] * PROMPTS,
+            created=now(), captures=[[capture]] * PROMPTS, identity=IDENTITY,
         )  # fmt: skip
         await ledger.submit(job, {})
-        await ledger.claim(job.id, WORKER, BOOT, ranks)
+        await ledger.claim(job.id, WORKER, BOOT, ranks, IDENTITY)
         made.append(job.id)
     await ledger.close()
     return made

@@ -24,7 +24,7 @@ from midstream.schemas.jobs import Event, Job, Output, Sampling, StoredPrompt
 from midstream.schemas.settings import Settings
 from midstream.schemas.specs import StoredCapture
 
-WORKER, BOOT, EVENTS = "bench", "boot", 16
+WORKER, BOOT, IDENTITY, EVENTS = "bench", "boot", "a" * 64, 16
 
 
 async def measure(settings: Settings, jobs: int, tokens: int, captures: bool) -> dict[str, Any]:
@@ -50,12 +50,12 @@ async def measure(settings: Settings, jobs: int, tokens: int, captures: bool) ->
     async def submit(job_id: str) -> None:
         job = Job(
             id=job_id, kind="generate", model="bench", prompts=[prompt], sampling=Sampling(max_tokens=tokens), created=now(),
-            captures=[[capture]] if captures else [],
+            captures=[[capture]] if captures else [], identity=IDENTITY,
         )  # fmt: skip
         await ledger.submit(job, {})
 
     async def claim(job_id: str) -> None:
-        assert await ledger.claim(job_id, WORKER, BOOT, 1)
+        assert await ledger.claim(job_id, WORKER, BOOT, 1, IDENTITY)
 
     async def events(job_id: str) -> None:
         for number in range(1, EVENTS + 1):

@@ -74,6 +74,7 @@ class Manifest(msgspec.Struct):
     columns: list[int] = []  # `[start, stop)` of the whole row that this blob holds; empty: all, or `heads`
     widths: dict[str, int] = {}  # hook → elements of a row, where files of several widths or ranks were joined; else `hidden_size`
     heads: list[int] = []  # that were asked for, over all ranks, where those are not all
+    identity: str = ""  # of the model, see `ModelInfo`; empty: written by an older version
 
 
 class BlobEntry(msgspec.Struct):
@@ -124,6 +125,7 @@ class CaptureManifest(Record):
     detail: str = ""
     caveats: list[str] = []  # in what rows of this model, as it was served, may differ from transformers'
     lora: LoraUse | None = None  # adapter that the rows were computed with
+    identity: str = ""  # of the model that computed them; empty: written by an older version
 
 
 class CaptureEntry(Record):

@@ -12,8 +12,9 @@ from .models import ModelInfo, WorkerInfo
 from .version import __version__
 
 #: 0: versions that did not report one.
-WIRE = 1
-OLDEST_WIRE = 1
+#: 2: jobs carry the identity of their model; a job without one is taken by no worker.
+WIRE = 2
+OLDEST_WIRE = 2
 
 
 def disagreement(who: str, version: str, wire: int, oldest: int) -> MidstreamError | None:

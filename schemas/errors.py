@@ -19,6 +19,7 @@ STATUS_OF_KIND: dict[str, int] = {
     "method_not_allowed": 405,
     "request_timeout": 408,  # the head or the body of the request arrived too slowly
     "conflict": 409,  # the job's state does not allow it
+    "model_changed": 409,  # the job, run or harvest belongs to a model of another identity than the one that is served
     "gone": 410,
     "payload_too_large": 413,
     "unsupported_media_type": 415,

@@ -120,6 +120,7 @@ class StoredHarvest(Record, omit_defaults=True, kw_only=True):
     priority: Priority = "normal"
     metadata: dict[str, str] = {}
     steering: str = ""  # digest of the global steering that all rows are computed under
+    identity: str = ""  # of the model that computes all rows
 
 
 class PlannedUnit(Record, array_like=True, kw_only=True):
@@ -232,6 +233,7 @@ class HarvestManifest(Record, kw_only=True):
     shards: int
     parts: list[PartFile]
     metadata: dict[str, str] = {}
+    identity: str = ""  # of the model that computed all rows
 
 
 HarvestState = Literal["planning", "running", "sealing", "paused", "succeeded", "failed", "cancelled"]
@@ -264,6 +266,7 @@ class HarvestView(Record, omit_defaults=True, kw_only=True):
     jobs: list[str] = []  # of the parts that are out
     tenant: str = DEFAULT_TENANT
     metadata: dict[str, str] = {}
+    identity: str = ""  # of the model that computes all rows
 
 
 class HarvestPage(Record, kw_only=True):

@@ -190,6 +190,7 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     fills: bool = False  # of prompts with images: generate as long as the model's length allows, which `sampling.max_tokens` exceeds
     probes: list[StoredProbe] = []  # that score all its prompts
     global_captures: list[CaptureSpec] = []  # of a sweep or harvest, whose prompts are not in `prompts`: what the operator captures of them
+    identity: str = ""  # of the model that it was accepted for; empty: by a version that knew none, and no worker takes it
 
     @property
     def wants_receipts(self) -> bool:
@@ -370,6 +371,7 @@ class JobView(Record, omit_defaults=True):
     probed: bool = False  # probes score it: its own, or those that watch all traffic
     steered: bool = False  # something edits it: its own steering, its adapter, or the global steering that it was started under
     lora: LoraUse | None = None
+    identity: str = ""  # of the model that it was accepted for, and that alone computes it
 
 
 class JobResult(Record):
@@ -388,6 +390,7 @@ class JobResult(Record):
     features: list[FeaturesReading] | None = None  # of each prompt one per autoencoder, in the request's order
     probes: list[ProbeResult] = []
     readers: list[ReaderReading] | None = None  # of each prompt one per reader, in the request's order
+    identity: str = ""  # of the model that computed it
 
 
 class JobPage(Record):

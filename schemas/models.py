@@ -10,6 +10,9 @@ from .extensions import Extension
 from .loras import LoraSupport
 from .specs import CaptureSpec
 
+#: Digits of an identity in errors, tables and on the page.
+SHOWN_IDENTITY = 12
+
 
 class ModelInfo(Published):
     """Published in Redis when a worker's engine is up; kept when it goes, so that jobs are accepted meanwhile."""
@@ -46,7 +49,7 @@ class ModelInfo(Published):
     image_placeholder: list[int] = []  # token ids of an image in a prompt as its chat template writes it
     tool_parser: str = ""  # vLLM's parser of tool calls; empty: chats take no tools
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint
-    digest: str = ""  # of the checkpoint's files, see `workers.engine.checkpoint.digest_of`; empty: not known
+    identity: str = ""  # SHA-256 of what decides the model's numbers, see `workers.engine.model_identity`
     quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
     lora: LoraSupport | None = None  # None: no adapters are served
     certificate: Certificate | None = None  # of the engine's start; None: it was not certified
@@ -124,3 +127,4 @@ class WorkerInfo(Published):
     stats: WorkerStats | None = None
     wire: int = 0  # see `schemas.compatibility`
     oldest_wire: int = 0
+    identity: str = ""  # of the model that it serves

@@ -381,7 +381,7 @@ class ModelCard(Record):
     global_captures: list[CaptureSpec] = []  # what the operator captures of every request
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint, as sentences
     quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
-    digest: str = ""  # SHA-256 that tells checkpoints apart, see docs/http.md; empty: not known
+    identity: str = ""  # SHA-256 of what decides the model's numbers, see docs/reliability.md; empty: not reported
     lora: LoraSupport | None = None  # what an adapter may change; null: none are served
     readings: dict[str, str] = {}  # what can be computed of rows, such as `lens` → why it is not served; empty: it is
     absent: dict[str, str] = {}  # hook point that is not served → why

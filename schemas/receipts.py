@@ -70,6 +70,7 @@ class Receipt(Wire):
     graded: list[float] = []  # what `RankSpec.grade` asked, from the last stage's first rank
     trace: str = ""  # W3C traceparent of the attempt, as `RankSpec.trace`
     scores: list[ProbeScore] = []  # of the probes whose layers the stage has, from its first rank
+    identity: str = ""  # of the model that the rank has loaded
 
     @property
     def attempt_id(self) -> str:

@@ -183,6 +183,7 @@ class Settings(Record):
     capture_timeout_s: Positive = 60.0  # from the last output to the last receipt
     lease_s: Positive = 15.0  # a running job's lease; renewed every third of it
     max_attempts: Count = 5
+    on_model_change: Literal["fail", "wait"] = "fail"  # jobs that were accepted for a model of another identity than the one served
     visibility_timeout_s: Count = 30
     sweep_interval_s: Positive = 2.0
 

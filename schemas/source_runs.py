@@ -21,6 +21,7 @@ class Run(Record, omit_defaults=True):
     tag: str  # of the captures
     created: float
     lora: LoraUse | None = None  # adapter that its rows were computed with
+    identity: str = ""  # of the model that computed them; empty: accepted by a version that knew none
 
 
 class RunPrompt(Record):
@@ -50,6 +51,7 @@ class RunView(Record):
     in_use: int = 0  # jobs that hold it now, on any worker
     held_by: list[str] = []  # workers that have it in memory now
     lora: LoraUse | None = None  # adapter that its rows were computed with
+    identity: str = ""  # of the model that computed them
     prompts: list[RunPrompt] | None = None
 
 

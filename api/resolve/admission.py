@@ -351,6 +351,7 @@ async def admit(
         run=scoped(caller.tenant, parsed.capture.run) if parsed.capture and parsed.capture.run else "",
         lora=lora,
         probes=list(probes),
+        identity=model.identity,
         **handled(parsed.handling, caller),
     )
     named = {name for module in model_state.modules.values() for name in module.tensors}

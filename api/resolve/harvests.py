@@ -56,7 +56,7 @@ async def plan_harvest(
         cut=body.cut, max_length=body.cut.max_length or longest, positions=body.positions, at=body.at, generate=body.generate,
         dtype=body.dtype, row_bytes=sum(info.row_size(hook) * len(layers) for hook, layers in sites.items()) * ITEM_BYTES[info.dtype],
         shards=body.shards, max_tokens=body.max_tokens, tenant=caller.tenant, key=caller.key, priority=body.priority or "normal",
-        metadata=body.metadata, steering=steering,
+        metadata=body.metadata, steering=steering, identity=info.identity,
     )  # fmt: skip
 
 

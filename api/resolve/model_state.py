@@ -68,7 +68,15 @@ async def _of_another_model(ledger: Ledger, runs: SourceRuns, model: str, name: 
 
 def _view(run: Run, state: RunState, detail: str, prompts: list[RunPrompt] | None) -> RunView:
     return RunView(
-        name=shown(run.name), model=run.model, job=run.job, tag=run.tag, created=run.created, state=state, detail=detail, prompts=prompts
+        name=shown(run.name),
+        model=run.model,
+        job=run.job,
+        tag=run.tag,
+        created=run.created,
+        state=state,
+        detail=detail,
+        prompts=prompts,
+        identity=run.identity,
     )
 
 

@@ -15,6 +15,7 @@ from ...schemas.base import to_msgpack
 from ...schemas.errors import invalid
 from ...schemas.interventions import FAMILIES, FAMILY
 from ...schemas.limits import MAX_MASKS, MAX_PATCH_ROWS
+from ...schemas.models import SHOWN_IDENTITY
 from ...schemas.selectors import (
     Hook,
     PositionSelector,
@@ -233,6 +234,14 @@ def _run(patch: Patch, bounds: Bounds, model_state: ModelState) -> RunView:
         raise invalid(at, f"unknown source run {name!r} of model {model.name!r}", allowed=there)
     if run.model != model.name:
         raise invalid(at, f"{name!r} is a run of model {run.model!r}: rows can only be used with the model they were captured from")
+    if run.identity != model.identity:
+        captured = run.identity[:SHOWN_IDENTITY] or "not known"
+        raise invalid(
+            at,
+            f"run {name!r} of job {run.job} has rows of another model: its identity was {captured}, and {model.name!r} is now "
+            f"{model.identity[:SHOWN_IDENTITY]}",
+            allowed="a run that was captured from the model that is served now",
+        )
     if run.state != "ready":
         why = f": {run.detail}" if run.detail else ""
         allowed = f"a ready run: GET /v1/jobs/{run.job}?wait=30" if run.state == "pending" else None

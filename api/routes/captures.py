@@ -14,12 +14,11 @@ from litestar.response import Stream
 from ...broker.artifacts.headers import Place, place_in, read_headers
 from ...broker.ledger.captures import Captures, no_captures
 from ...broker.ledger.jobs import not_found
-from ...schemas.captures import SEGMENT_SUFFIX, CaptureManifest, CapturePage, ManifestFile
+from ...schemas.captures import SEGMENT_SUFFIX, CaptureManifest, CapturePage, Manifest, ManifestFile
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.jobs import CaptureResults, FileEntry
 from ...schemas.keys import Caller
 from ...schemas.limits import MAX_COUNT, MAX_LAYER_TEXT, MAX_NAME, MAX_TAG
-from ...schemas.loras import LoraUse
 from ...schemas.selectors import ALIASES, joined
 from ...storage.store import Signing
 from ..context import AppContext, context_of
@@ -91,8 +90,8 @@ def _places(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> l
     return [place_in(context.store, job_id, entry.request, entry) for entry in entries]
 
 
-def _described(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> tuple[list[ManifestFile], list[str], LoraUse | None]:
-    """The entries, completed from the blobs' manifests; the distinct caveats of all of them; the adapter, which is the same."""
+def _described(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> tuple[list[ManifestFile], list[str], Manifest | None]:
+    """The entries, completed from the blobs' manifests; the distinct caveats of all; the first one: all have its adapter and model."""
     headers = read_headers(context.store, job_id, _places(context, job_id, entries))
     files = [
         ManifestFile(
@@ -121,7 +120,7 @@ def _described(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -
         for entry, header in zip(entries, headers, strict=True)
     ]
     caveats = list(dict.fromkeys(caveat for header in headers for caveat in header.manifest.caveats))
-    return files, caveats, next((header.manifest.lora for header in headers), None)
+    return files, caveats, next((header.manifest for header in headers), None)
 
 
 def _link(context: AppContext, entry: FileEntry) -> str | None:
@@ -153,7 +152,7 @@ async def list_captures(
 async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     context = context_of(request)
     _, results = await captured(context, caller_of(request), job_id)
-    files, caveats, lora = await reading(context, job_id, results.files, _described)
+    files, caveats, first = await reading(context, job_id, results.files, _described)
     return CaptureManifest(
         job=job_id,
         status=results.status,
@@ -163,7 +162,8 @@ async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
         files=files,
         detail=results.detail,
         caveats=caveats,
-        lora=lora,
+        lora=first.lora if first else None,
+        identity=first.identity if first else "",
     )
 
 

@@ -75,7 +75,7 @@ def _card(info: ModelInfo, workers: int) -> ModelCard:
         global_captures=info.global_captures,
         caveats=info.caveats,
         quantization=info.quantization,
-        digest=info.digest,
+        identity=info.identity,
         lora=info.lora,
         readings=info.readings,
         absent=info.absent,

@@ -43,6 +43,7 @@ async def submit_sweep(context: AppContext, body: SweepRequest, idempotency: tup
         lora=lora,
         probes=probes,
         global_captures=info.global_captures,
+        identity=info.identity,
         **handled(body, caller),
     )
     pinned = [name for probe in probes for name in probe.content.tensors]

@@ -414,6 +414,7 @@ def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, probes: "list_of_pr
         id=out.job, kind="harvest", model=harvest.model, prompts=[], sampling=Sampling(max_tokens=1), created=now(), harvest=out.part,
         tenant=harvest.tenant, key=harvest.key, priority=harvest.priority, metadata={"harvest": harvest.id},
         probes=probes if runs else [], global_captures=model.global_captures if runs else [],
+        identity=harvest.identity,
     )  # fmt: skip
 
 
@@ -446,5 +447,5 @@ def _view(record: Mapping[str, Any], jobs: "list_of_text") -> HarvestView:
         reason=reason, error=from_json(record["error"], Problem) if "error" in record else None, share=share,
         tokens_s=numbers["tokens"] / active if active else 0.0,
         left_s=active * (1 - share) / share if share and state not in OVER else None,
-        jobs=sorted(jobs), tenant=harvest.tenant, metadata=harvest.metadata, **numbers,
+        jobs=sorted(jobs), tenant=harvest.tenant, metadata=harvest.metadata, identity=harvest.identity, **numbers,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from ...schemas.base import from_json, from_msgpack, to_json, to_msgpack
 from ...schemas.compatibility import OLDEST_WIRE, WIRE
 from ...schemas.errors import MidstreamError, Problem
 from ...schemas.jobs import Event, Job, JobPage, JobResult, JobView, Output, State
-from ...schemas.models import ModelInfo, WorkerInfo
+from ...schemas.models import SHOWN_IDENTITY, ModelInfo, WorkerInfo
 from ...schemas.settings import Settings
 from ...schemas.sweeps import UnitRecord
 from ...schemas.tensors import Tensor
@@ -113,6 +113,11 @@ def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
             raise MidstreamError("unavailable", redis_availability.words(error)) from error
 
     return guarded
+
+
+def _own(info: ModelInfo | WorkerInfo) -> bytes:
+    """As JSON, with the versions that this process works with."""
+    return to_json(msgspec.structs.replace(info, wire=WIRE, oldest_wire=OLDEST_WIRE))
 
 
 def not_found(job_id: str) -> MidstreamError:
@@ -250,18 +255,21 @@ class Ledger:
 
     @reachable
     async def claim(
-        self, job_id: str, worker: str, boot: str, ranks: int, global_version: int = 0, everyone: bool = False, away: str = ""
-    ) -> Claim | None:
+        self, job_id: str, worker: str, boot: str, ranks: int, identity: str, global_version: int = 0, everyone: bool = False,
+        away: str = "",
+    ) -> Claim | None:  # fmt: skip
         """Take a queued job: running, attempt + 1, leased for `lease_s`. None if another worker has it, or it has ended.
 
         With replicas, they know of it before it is returned.
 
+        `identity`: of the worker's model. A job that was accepted for another one fails `model_changed`, or with the setting
+        `on_model_change` = "wait" is left to wait for a worker of its own.
         `ranks`: number of receipts that each request with an intervention or a capture will get. `global_version`: of the global
         steering that this attempt will run under from start to end; `everyone`: it steers something, so every request gets
         receipts. `away`: why this worker's artifact store takes nothing: then a job whose captures go there is left to wait for it, at
         most `artifact_wait_s`. Raises not_found; ClaimRefused while another version is desired, or while the worker's ranks disagree.
         """
-        arguments = scripts.claim(self.settings, job_id, worker, boot, ranks, global_version, everyone, away)
+        arguments = scripts.claim(self.settings, job_id, worker, boot, ranks, identity, global_version, everyone, away)
         outcome, *rest = await self._scripts.claim(args=arguments)
         if outcome == b"unknown":
             raise not_found(job_id)
@@ -506,10 +514,25 @@ class Ledger:
         return from_msgpack(raw, Tensor)
 
     @reachable
-    async def publish_model(self, info: ModelInfo) -> None:
-        """Publish `info`, with the features that this process supports."""
-        told = msgspec.structs.replace(info, wire=WIRE, oldest_wire=OLDEST_WIRE)
-        await self.redis.hset("ms:models", info.name, to_json(told))
+    async def publish_model(self, info: ModelInfo, worker: WorkerInfo) -> None:
+        """Publish the model of `worker` with the features that this process supports, and record that the worker is alive.
+
+        Raises MidstreamError("model_changed") while another live worker serves a model of another identity under the name.
+        """
+        arguments = scripts.pack(
+            self.settings, name=info.name, worker=worker.worker, boot=worker.boot, identity=info.identity, model=_own(info),
+            info=_own(worker), lease_s=self.settings.lease_s,
+        )  # fmt: skip
+        outcome, *rest = scripts.text(await self._scripts.publish(args=arguments))
+        if outcome == "refused":
+            other, identity = rest
+            raise MidstreamError(
+                "model_changed",
+                f"the live worker {other!r} serves {info.name!r} with the identity {identity[:SHOWN_IDENTITY] or '(not reported)'}, and "
+                f"this worker's model has {info.identity[:SHOWN_IDENTITY]}: one name stands for one model. Stop the workers of the other "
+                "one first (its accepted jobs then fail, or wait: setting on_model_change), or serve this one under another model_name",
+                field="model",
+            )
 
     @reachable
     async def model(self, name: str) -> ModelInfo | None:
@@ -532,10 +555,13 @@ class Ledger:
         return self._models[name][1]
 
     @reachable
-    async def serves(self, name: str) -> bool:
-        """Whether jobs for the model can be accepted: it is published, and so is its tokenizer. False after Redis has lost its data."""
+    async def serves(self, name: str, identity: str) -> bool:
+        """Whether jobs for the model of this identity can be accepted: it is published under the name, and so is its tokenizer.
+
+        False after Redis has lost its data.
+        """
         info = await self.model(name)
-        return info is not None and bool(await self.redis.exists(f"ms:blob:{info.tokenizer}"))
+        return info is not None and info.identity == identity and bool(await self.redis.exists(f"ms:blob:{info.tokenizer}"))
 
     @reachable
     async def models(self) -> list_[ModelInfo]:
@@ -546,9 +572,8 @@ class Ledger:
     @reachable
     async def heartbeat(self, info: WorkerInfo) -> None:
         """Record that this worker is alive for another `lease_s`."""
-        told = msgspec.structs.replace(info, wire=WIRE, oldest_wire=OLDEST_WIRE)
         async with self.redis.pipeline(transaction=True) as pipe:
-            pipe.hset("ms:workers", info.worker, to_json(told))
+            pipe.hset("ms:workers", info.worker, _own(info))
             pipe.set(f"ms:alive:{info.worker}", info.boot, px=int(self.settings.lease_s * 1000))
             await pipe.execute()
 

@@ -22,6 +22,7 @@ from ...schemas.jobs import TERMINAL, TRANSITIONS, Job, State
 from ...schemas.keys import unscoped
 from ...schemas.limits import MAX_COUNT, MAX_PROBES, MAX_WATCHING
 from ...schemas.loras import use_of
+from ...schemas.models import SHOWN_IDENTITY
 from ...schemas.probes import Probe
 from ...schemas.receipts import STORE_AWAY, CapturedFile, LostRange, Receipt
 from ...schemas.settings import Settings
@@ -55,6 +56,7 @@ NAMES = (
     "settle", "lost", "sweep", "look_again", "forget_captures", "removed_captures", "desync",
     "propose", "commit", "abort", "put_module", "delete_module", "delete_run", "keep_units", "top_up", "recount", "recounted",
     "accept_harvest", "keep_harvest", "change_harvest", "forget_harvest", "list_modules", "forget_workers", "put_probe", "delete_probe",
+    "publish",
 )  # fmt: skip
 
 #: Included at the start of every script, in this order.
@@ -119,6 +121,7 @@ def _tables() -> str:
             f"local READS_RECEIPTS = {_lua(dict.fromkeys(READS_RECEIPTS, True))}",
             f"local MARK_TTL_S = {MARK_TTL_S}",
             f"local SHELVED_S = {SHELVED_S}",
+            f"local SHOWN_IDENTITY = {SHOWN_IDENTITY}",
             f"local STORE_AWAY = {_lua(STORE_AWAY)}",
         ]
     )
@@ -187,7 +190,11 @@ def submit(
     that its user did not request. `request`: its body as JSON; empty: it is not kept."""
     tags = stored_tags(job)
     key, body = idempotency or (None, None)
-    run = Run(name=job.run, model=job.model, job=job.id, tag=tags[0], created=job.created, lora=use_of(job.lora)) if job.run else None
+    run = None
+    if job.run:
+        run = Run(
+            name=job.run, model=job.model, job=job.id, tag=tags[0], created=job.created, lora=use_of(job.lora), identity=job.identity
+        )  # fmt: skip
     return pack(
         settings,
         id=job.id,
@@ -200,6 +207,7 @@ def submit(
         captures=any(job.captures) or job.sweep is not None or bool(job.global_captures),
         steers=any(job.steering) or job.lora is not None,
         probed=bool(job.probes),
+        identity=job.identity,
         metadata=to_json(job.metadata),
         written_by=__version__,
         idem=key,
@@ -225,12 +233,12 @@ def submit(
 
 
 def claim(
-    settings: Settings, job_id: str, worker: str, boot: str, ranks: int, global_version: int, everyone: bool, away: str = ""
+    settings: Settings, job_id: str, worker: str, boot: str, ranks: int, identity: str, global_version: int, everyone: bool, away: str = ""
 ) -> list[bytes]:
     """Includes a unique id that identifies the call if redis-py repeats it."""
     return pack(
         settings, id=job_id, worker=worker, boot=boot, ranks=ranks, lease_s=settings.lease_s, global_version=global_version,
-        everyone=everyone, call=secrets.token_hex(8), away=away,
+        everyone=everyone, call=secrets.token_hex(8), away=away, identity=identity, on_model_change=settings.on_model_change,
     )  # fmt: skip
 
 

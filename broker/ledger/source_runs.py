@@ -85,14 +85,18 @@ class SourceRuns:
             packed = await self._redis.hget(_names(model), kept)
             return None if packed is None else _decoded(packed)
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hmget(f"ms:capture:{name_or_job}", "tags", "created", "model", "tenant").hget(f"ms:job:{name_or_job}", "model")
-            (tags, created, of_capture, tenant), of_job = await pipe.execute()
+            pipe.hmget(f"ms:capture:{name_or_job}", "tags", "created", "model", "tenant", "identity")
+            pipe.hget(f"ms:job:{name_or_job}", "model")
+            (tags, created, of_capture, tenant, identity), of_job = await pipe.execute()
         of_model = of_job if of_capture is None else of_capture
         if tags is None or of_model is None or of_model.decode() != model:
             return None
         if self._caller is not None and not self._caller.sees(DEFAULT_TENANT if tenant is None else tenant.decode()):
             return None
-        return Run(name=name_or_job, model=model, job=name_or_job, tag=from_json(tags, list[str])[0], created=float(created))
+        return Run(
+            name=name_or_job, model=model, job=name_or_job, tag=from_json(tags, list[str])[0], created=float(created),
+            identity=(identity or b"").decode(),
+        )  # fmt: skip
 
     @reachable
     async def names(self, model: str) -> list[str]:
@@ -269,6 +273,7 @@ class SourceRuns:
                 detail=standing.detail,
                 bytes=standing.bytes,
                 lora=run.lora,
+                identity=run.identity,
                 in_use=int(count),
                 held_by=[worker for worker, held in zip(workers, caches, strict=True) if _captures_of_run(run) in held],
             )

@@ -40,7 +40,7 @@ FIELDS = [
     "state", "kind", "model", "attempt", "version", "created", "queued", "started", "generated", "cancelling", "finished", "worker",
     "capture_status", "receipts", "expected", "prompts", "error", "metadata", "captures", "steers", "everyone", "global_version",
     "retried", "modules", "runs", "run", "cells", "cells_expected",
-    "tenant", "priority", "expires", "callback", "lora", "probed",
+    "tenant", "priority", "expires", "callback", "lora", "probed", "identity",
 ]  # fmt: skip
 
 #: Ranges of positions that a detail lists; the rest are only counted.
@@ -112,6 +112,7 @@ def view(job_id: str, values: Sequence[bytes | None], settings: Settings) -> Job
         callback_url=from_json(record["callback"], Callback).url if "callback" in record else None,
         lora=from_json(record["lora"], LoraUse) if "lora" in record else None,
         probed="probed" in record,
+        identity=record["identity"].decode() if "identity" in record else "",
     )
 
 
@@ -144,6 +145,7 @@ def result(
         lora=view.lora,
         **readings(ticket),
         probes=[probe_result(each.request, score) for each in ticket for score in each.scores if not score.watching],
+        identity=view.identity,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import httpx
 import numpy as np
 import redis
+from ledger_kit import IDENTITY
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import midstream
@@ -78,6 +79,7 @@ def model_info(**changes: Any) -> ModelInfo:
         "step_tokens": 16,
         "capture_row_limit": 15,
         "tokenizer": encode_bundle(bundle())[0],
+        "identity": IDENTITY,
     }
     return ModelInfo(**(facts | changes))
 
@@ -200,20 +202,19 @@ class Hand:
         name, raw = encode_bundle(bundle())
         info = model_info(**changes)
         self.do(self.ledger.put_blob(name, raw))
-        self.do(self.ledger.publish_model(info))
-        self.do(self.ledger.heartbeat(self.sign(model=info.name)))
+        self.do(self.ledger.publish_model(info, self.sign(model=info.name)))
 
     def sign(self, **changes: Any) -> WorkerInfo:
         facts = {
             "worker": self.worker, "boot": "b1", "model": MODEL, "version": midstream.__version__, "host": "here", "pid": 1,
-            "started": now(), "tp": 1, "pp": 1,
+            "started": now(), "tp": 1, "pp": 1, "identity": IDENTITY,
         }  # fmt: skip
         return WorkerInfo(**(facts | changes))
 
     # What a worker does with a job
 
     def claim(self, job_id: str) -> Claim:
-        claim = self.do(self.ledger.claim(job_id, self.worker, "b1", len(self.ranks)))
+        claim = self.do(self.ledger.claim(job_id, self.worker, "b1", len(self.ranks), IDENTITY))
         assert claim is not None
         return claim
 

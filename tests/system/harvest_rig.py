@@ -3,13 +3,14 @@
 import asyncio
 from typing import Any
 
+from ledger_kit import worker_info
 from sweep_rig import Rig
 
 from midstream.broker.ledger.harvests import Harvests, new_harvest_id
 from midstream.schemas.base import now
 from midstream.schemas.harvests import OVER, HarvestSource, HarvestView, StoredHarvest
 from midstream.schemas.models import WorkerInfo
-from midstream.workers.fake.model import HIDDEN_SIZE
+from midstream.workers.fake.model import HIDDEN_SIZE, identity_of
 from midstream.workers.serving.attempts import Attempts
 
 
@@ -18,7 +19,7 @@ def stored(rig: Rig, documents: list[str], sites: dict[str, list[int]], **change
     fields: dict[str, Any] = {
         "id": harvest_id, "model": "fake-model", "created": now(), "uri": f"{rig.settings.harvest_root}/{harvest_id}", "sites": sites,
         "source": HarvestSource(lines=documents), "max_length": 4095, "row_bytes": 4 * HIDDEN_SIZE * sum(map(len, sites.values())),
-        "steering": "",
+        "steering": "", "identity": identity_of(rig.settings),
     }  # fmt: skip
     return StoredHarvest(**(fields | changes))
 
@@ -42,4 +43,4 @@ async def work(rig: Rig, runs: Attempts, harvest_id: str, parts: int = 10_000) -
 
 
 def live(rig: Rig) -> WorkerInfo:
-    return WorkerInfo(worker="w1", boot="boot", model="fake-model", version="", host="", pid=1, started=now(), tp=1, pp=1)
+    return worker_info(model="fake-model", boot="boot", identity=identity_of(rig.settings))

@@ -19,7 +19,7 @@ from midstream.schemas.receipts import Receipt
 from midstream.schemas.settings import Settings
 from midstream.schemas.specs import StoredCapture, StoredSteering
 
-MODEL, WORKER, BOOT, EPOCH = "tiny", "w1", "boot1", "epoch1"
+MODEL, WORKER, BOOT, EPOCH, IDENTITY = "tiny", "w1", "boot1", "epoch1", "a" * 64
 
 
 def settings_for(url: str, **changes: Any) -> Settings:
@@ -47,6 +47,7 @@ def make_job(prompts: int = 1, capture: bool = False, steer: bool = False, **cha
         "prompts": [StoredPrompt(token_ids=[1, 2, 3])] * prompts,
         "sampling": Sampling(),
         "created": now(),
+        "identity": IDENTITY,
         "captures": [[StoredCapture(sites={"post_block": [0]}, positions="all", tag="t")]] * (prompts if capture else 0),
         "steering": [[StoredSteering(layers=[0], hook="post_block", positions="all", family="add", tensors=["0" * 64], scale=1.0)]]
         * (prompts if steer else 0),
@@ -120,7 +121,7 @@ def outputs(prompts: int = 1, text: str = "x") -> list[Output]:
 async def claimed(ledger: Ledger, job: Job, ranks: int = 2, worker: str = WORKER, boot: str = BOOT) -> int:
     """Submit and claim `job`; returns the attempt."""
     await ledger.submit(job, {})
-    claim = await ledger.claim(job.id, worker, boot, ranks)
+    claim = await ledger.claim(job.id, worker, boot, ranks, IDENTITY)
     assert claim is not None
     return claim.attempt
 
@@ -128,5 +129,6 @@ async def claimed(ledger: Ledger, job: Job, ranks: int = 2, worker: str = WORKER
 def worker_info(worker: str = WORKER, boot: str = BOOT, **changes: Any) -> WorkerInfo:
     facts: dict[str, Any] = {
         "worker": worker, "boot": boot, "model": MODEL, "version": "0.1.0", "host": "here", "pid": 1, "started": now(), "tp": 2, "pp": 1,
+        "identity": IDENTITY,
     }  # fmt: skip
     return WorkerInfo(**(facts | changes))

@@ -129,7 +129,7 @@ class Jobs:
             for _ in range(count):
                 job = ledger_kit.make_job(requests, capture=True, model="m")
                 await ledger.submit(job, {})
-                assert await ledger.claim(job.id, worker, BOOT, ranks) is not None
+                assert await ledger.claim(job.id, worker, BOOT, ranks, ledger_kit.IDENTITY) is not None
                 made.append(job.id)
             return made
 

@@ -280,7 +280,7 @@ class Stack:
 
         `more`: other fields of the job.
         """
-        from midstream.workers.fake.model import make_tokenizer
+        from midstream.workers.fake.model import identity_of, make_tokenizer
 
         tokenizer = make_tokenizer()
         job = Job(
@@ -293,7 +293,7 @@ class Stack:
             stream=stream,
             captures=[[capture]] * len(prompts) if capture else [],
             steering=[steering] * len(prompts) if steering else [],
-            **more,
+            **{"identity": identity_of(self.settings)} | more,
         )
         accept = Ledger.submit if send else submit_unsent
         self.do(lambda ledger: accept(ledger, job, blobs or {}))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+from ledger_kit import worker_info
 
 from midstream.broker.ledger.jobs import Ledger, new_job_id
 from midstream.broker.ledger.probes import Probes
@@ -30,7 +31,7 @@ from midstream.schemas.sweeps import Column, StoredPair, StoredSweep, SweepResul
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.fake.engine import FakeEngine
 from midstream.workers.fake.grades import Edit, expected_divergence, expected_logprob, own_row, replaced
-from midstream.workers.fake.model import HIDDEN_SIZE, NUM_LAYERS, make_tokenizer
+from midstream.workers.fake.model import HIDDEN_SIZE, NUM_LAYERS, identity_of, make_tokenizer
 from midstream.workers.serving.attempt import AttemptOutcome
 from midstream.workers.serving.attempts import Attempts
 from midstream.workers.serving.steering import SteeringReconciler
@@ -148,7 +149,10 @@ def check_grid(asked: StoredSweep, result: SweepResult, lost: dict[int, str] | N
 
 
 def sweep_job(asked: StoredSweep, model: str = "fake-model") -> Job:
-    return Job(id=new_job_id(), kind="sweep", model=model, prompts=[], sampling=Sampling(max_tokens=1), created=now(), sweep=asked)
+    return Job(
+        id=new_job_id(), kind="sweep", model=model, prompts=[], sampling=Sampling(max_tokens=1), created=now(), sweep=asked,
+        identity=identity_of(Settings(model=model)),
+    )  # fmt: skip
 
 
 class Rig:
@@ -183,7 +187,8 @@ class Rig:
         """Another start of the worker, with some settings of its engine changed."""
         engine = FakeEngine(Settings(**{name: getattr(self.settings, name) for name in Settings.__struct_fields__} | settings))
         await engine.start()
-        await self.ledger.publish_model(engine.info)
+        worker = worker_info(model=engine.info.name, boot=boot, identity=engine.info.identity)
+        await self.ledger.publish_model(engine.info, worker)
         self.engine = engine
         standing = SteeringReconciler(Steering(self.ledger), engine, self.settings, boot, self._tell)
         try:

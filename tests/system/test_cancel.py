@@ -12,6 +12,7 @@ import pytest
 from stack import Stack
 
 from midstream.schemas.jobs import State
+from midstream.workers.fake.model import identity_of
 
 #: A worker that no broadcast reaches hears of a cancellation when it renews its leases, which it does three times in each.
 LEASE_S = 300.0
@@ -132,7 +133,7 @@ def test_cancel_of_a_requeued_job(stack: Stack, http: httpx.Client) -> None:
     for _ in range(TRIES):
         with long(stack, http):
             job_id = posted(stack, http)
-            claim = stack.do(lambda ledger, job_id=job_id: ledger.claim(job_id, "another", "boot", 1))
+            claim = stack.do(lambda ledger, job_id=job_id: ledger.claim(job_id, "another", "boot", 1, identity_of(stack.settings)))
             assert claim is not None
             assert stack.do(lambda ledger, job_id=job_id, claim=claim: ledger.release(job_id, claim.attempt)) is State.QUEUED
             took.append(cancelled(stack, http, job_id, State.ABORTED))

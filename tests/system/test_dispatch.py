@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from ledger_kit import BOOT, MODEL, WORKER, Sent, claimed, make_job, open_ledger, outputs, sent
+from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, Sent, claimed, make_job, open_ledger, outputs, sent
 from sweep_rig import sweep, sweep_job
 
 from midstream.broker.ledger.jobs import Ledger
@@ -37,7 +37,7 @@ class Line:
         served: list[str] = []
         while len(served) < count and (messages := await self.sent()):
             await self.ledger.redis.rpop(lists_of(queue_of(MODEL))[PRIORITY_STEPS.index(messages[0].step)])
-            claim = await self.ledger.claim(messages[0].job_id, WORKER, BOOT, 1)
+            claim = await self.ledger.claim(messages[0].job_id, WORKER, BOOT, 1, IDENTITY)
             if claim is not None:
                 served.append(claim.job.tenant)
         return served
@@ -161,7 +161,7 @@ def test_every_end_of_a_queued_job_dispatches_the_next(redis_url: str) -> None:
             report = await reaper.sweep(now() + 61)
             assert report.late == [late.id]
             assert (await line.sent())[-1].job_id == next_.id
-            assert await line.ledger.claim(next_.id, WORKER, BOOT, 1) is not None
+            assert await line.ledger.claim(next_.id, WORKER, BOOT, 1, IDENTITY) is not None
             assert (await line.sent())[-1].job_id == last.id
 
     asyncio.run(main())
@@ -223,7 +223,7 @@ def test_jobs_from_before_dispatch_windows_are_served(redis_url: str) -> None:
             assert set(report.resent) == {job.id for job in former}
             assert (await line.ledger.tenants.usage("default")).jobs_in_flight == 3
             for job in former:
-                claim = await line.ledger.claim(job.id, WORKER, BOOT, 1)
+                claim = await line.ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
                 assert claim is not None
                 assert await line.ledger.store_outputs(job.id, claim.attempt, outputs()) is State.SUCCEEDED
             assert (await line.ledger.tenants.usage("default")).jobs_in_flight == 0
@@ -236,15 +236,15 @@ def test_an_expired_job_is_never_started(redis_url: str) -> None:
         async with opened(redis_url) as line, swept(line) as reaper:
             (missed,) = await line.submit(1, expires=now() - 0.01)
             (begun,) = await line.submit(1, expires=now() + 60)
-            assert await line.ledger.claim(missed.id, WORKER, BOOT, 1) is None
+            assert await line.ledger.claim(missed.id, WORKER, BOOT, 1, IDENTITY) is None
             view = await line.ledger.view(missed.id)
             assert (view.state, view.error.status if view.error else 0) == (State.ABORTED, 504)
-            claim = await line.ledger.claim(begun.id, WORKER, BOOT, 1)
+            claim = await line.ledger.claim(begun.id, WORKER, BOOT, 1, IDENTITY)
             assert claim is not None
             assert await line.ledger.release(begun.id, 1) is State.QUEUED
             report = await reaper.sweep(now() + 100)
             assert report.late == [], "what was begun once has no deadline any more"
-            assert await line.ledger.claim(begun.id, WORKER, BOOT, 1) is not None
+            assert await line.ledger.claim(begun.id, WORKER, BOOT, 1, IDENTITY) is not None
 
     asyncio.run(main())
 
@@ -272,7 +272,7 @@ def test_a_sweep_is_scheduled_by_its_token_count(redis_url: str) -> None:
         async with opened(redis_url, dispatch_window=1) as line:
             await line.submit(1, tenant="first")  # it fills the window
             for _ in range(8):
-                await line.ledger.submit(msgspec.structs.replace(sweep_job(sweep(), MODEL), tenant="grids"), {})
+                await line.ledger.submit(msgspec.structs.replace(sweep_job(sweep(), MODEL), tenant="grids", identity=IDENTITY), {})
             tenth = Units(sweep()).tokens // 10
             await line.submit(70, tenant="plain", sampling=Sampling(max_tokens=tenth - 3))  # and three tokens of prompt
             served = Counter((await line.serve(56))[1:])

@@ -12,7 +12,7 @@ import pytest
 import redis
 import s3_kit
 from harvest_kit import check_equal, check_rows, checked, texts
-from harvest_rig import stored, work
+from harvest_rig import live, stored, work
 from s3_kit import FaultProxy
 from sweep_rig import Rig
 
@@ -92,11 +92,11 @@ def test_a_harvest_waits_while_a_probe_that_watches_does_not_fit_the_model(redis
     async def scenario(rig: Rig) -> None:
         async with rig.worker() as runs:
             await rig.watch(1.0)
-            await rig.ledger.publish_model(msgspec.structs.replace(rig.engine.info, hidden_size=99))
+            await rig.ledger.publish_model(msgspec.structs.replace(rig.engine.info, hidden_size=99), live(rig))
             harvest = await submitted(rig)
             view = await Harvests(rig.ledger).view(harvest.id)
             assert (view.jobs, "'guard', which watches all traffic, reads rows of width" in view.reason) == ([], True)
-            await rig.ledger.publish_model(rig.engine.info)
+            await rig.ledger.publish_model(rig.engine.info, live(rig))
             assert (await work(rig, runs, harvest.id)).state == "succeeded"
 
     Rig(redis_url, tmp_path)(scenario)

@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from ledger_kit import BOOT, WORKER, claimed, make_job, open_ledger, outputs
+from ledger_kit import BOOT, IDENTITY, WORKER, claimed, make_job, open_ledger, outputs
 
 from midstream.broker.ledger import views
 from midstream.broker.ledger.jobs import EventsLost, Ledger
@@ -28,7 +28,7 @@ async def bring_to(ledger: Ledger, state: State) -> Job:
     if state is State.ABORTED:
         await ledger.request_cancel(job.id)
     if state in (State.RUNNING, State.CANCELLING, State.SUCCEEDED, State.FAILED, State.CANCELLED):
-        await ledger.claim(job.id, WORKER, BOOT, 1)
+        await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
     if state in (State.CANCELLING, State.CANCELLED):
         await ledger.request_cancel(job.id)
     if state is State.SUCCEEDED:
@@ -44,7 +44,7 @@ async def bring_to(ledger: Ledger, state: State) -> Job:
 Deed = Callable[[Ledger, str], Awaitable[object]]
 #: What may be tried on a job, and the state that it leads to from each state that lets it; elsewhere nothing changes.
 DEEDS: dict[str, tuple[Deed, dict[State, State]]] = {
-    "claim": (lambda ledger, job_id: ledger.claim(job_id, "other", "other", 1), {State.QUEUED: State.RUNNING}),
+    "claim": (lambda ledger, job_id: ledger.claim(job_id, "other", "other", 1, IDENTITY), {State.QUEUED: State.RUNNING}),
     "store": (
         lambda ledger, job_id: ledger.store_outputs(job_id, 1, outputs()),
         {State.RUNNING: State.SUCCEEDED, State.CANCELLING: State.CANCELLED},
@@ -91,7 +91,9 @@ def test_one_of_many_claims_wins(redis_url: str) -> None:
         async with open_ledger(redis_url) as first, open_ledger(redis_url) as second:
             job = make_job()
             await first.submit(job, {})
-            claims = await asyncio.gather(*[ledger.claim(job.id, f"w{place}", "b", 1) for place in range(20) for ledger in (first, second)])
+            claims = await asyncio.gather(
+                *[ledger.claim(job.id, f"w{place}", "b", 1, IDENTITY) for place in range(20) for ledger in (first, second)]
+            )
             won = [claim for claim in claims if claim is not None]
             assert len(won) == 1
             assert won[0].job == job
@@ -127,11 +129,11 @@ def test_a_claim_whose_answer_was_lost_is_the_same_claim_when_it_is_repeated(red
             await claimed(ledger, make_job())
             await ledger.submit(job := make_job(), {})
             cut.set()
-            claim = await ledger.claim(job.id, WORKER, BOOT, 1)
+            claim = await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
             assert not cut.is_set(), "the first answer was lost"
             assert claim is not None, "else nobody would run it until its lease ends"
             assert claim.attempt == (await ledger.view(job.id)).attempt == 1
-            assert await ledger.claim(job.id, WORKER, BOOT, 1) is None, "another call is another claim"
+            assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is None, "another call is another claim"
 
     asyncio.run(main())
 
@@ -145,7 +147,7 @@ def test_a_stale_attempt_is_rejected_and_changes_nothing(redis_url: str) -> None
             waiting = await ledger.view(job.id)
             assert await ledger.store_outputs(job.id, 1, outputs(text="late")) is None, "nobody holds a queued job"
             assert await ledger.view(job.id) == waiting
-            claim = await ledger.claim(job.id, "w2", "b2", 2)
+            claim = await ledger.claim(job.id, "w2", "b2", 2, IDENTITY)
             assert claim is not None
             assert claim.attempt == 2
             before = await ledger.view(job.id)
@@ -255,7 +257,7 @@ def test_vectors_come_back_as_they_were_submitted(redis_url: str) -> None:
         lambda ledger: ledger.job("job_x"),
         lambda ledger: ledger.result("job_x"),
         lambda ledger: ledger.events("job_x"),
-        lambda ledger: ledger.claim("job_x", "w", "b", 1),
+        lambda ledger: ledger.claim("job_x", "w", "b", 1, IDENTITY),
         lambda ledger: ledger.store_outputs("job_x", 1, []),
         lambda ledger: ledger.fail("job_x", 1, PROBLEM),
         lambda ledger: ledger.finish_cancel("job_x", 1),
@@ -326,7 +328,7 @@ def test_an_event_retried_after_a_lost_response_is_stored_once(redis_url: str) -
                     assert await ledger.emit(job.id, attempt, number, event)
                 if attempt == 1:
                     await ledger.release(job.id, 1)
-                    assert await ledger.claim(job.id, WORKER, BOOT, 1)
+                    assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
             told = [(event.attempt, event.data["index"]) for event in await ledger.events(job.id) if event.event == "output"]
             assert told == [(attempt, number) for attempt in (1, 2) for number in (1, 2, 3)]
 
@@ -392,8 +394,7 @@ def test_workers_expire_with_their_heartbeat_and_models_stay(redis_url: str) -> 
 
     async def main() -> None:
         async with open_ledger(redis_url, lease_s=60) as ledger:
-            await ledger.publish_model(model)
-            await ledger.heartbeat(worker)
+            await ledger.publish_model(model, worker)
             assert await ledger.workers() == [worker]
             assert 0 < await ledger.redis.pttl("ms:alive:w") <= 60_000
             await ledger.redis.pexpire("ms:alive:w", 1)  # as if they had passed
@@ -441,7 +442,7 @@ def test_everything_accepted_survives_kill_9_of_redis(tmp_path: Path) -> None:  
             try:
                 for job_id in accepted:
                     assert (await ledger.view(job_id)).state is State.QUEUED
-                assert (await ledger.claim(accepted[0], WORKER, BOOT, 1)) is not None, "scripts are loaded again"
+                assert (await ledger.claim(accepted[0], WORKER, BOOT, 1, IDENTITY)) is not None, "scripts are loaded again"
             finally:
                 again.stop()
 

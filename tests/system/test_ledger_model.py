@@ -14,7 +14,7 @@ import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from ledger_kit import MODEL, WORKER, make_job, outputs, receipt, sent, settings_for
+from ledger_kit import IDENTITY, MODEL, WORKER, make_job, outputs, receipt, sent, settings_for
 
 from midstream.broker.ledger.dispatch import cost_of
 from midstream.broker.ledger.jobs import Ledger
@@ -186,7 +186,7 @@ class LedgerModel(RuleBasedStateMachine):
     @rule(which=WHICH)
     def claim(self, which: int) -> None:
         job = self.one(which)
-        got = self.do(self.ledger.claim(job.job.id, WORKER, "boot", 2))
+        got = self.do(self.ledger.claim(job.job.id, WORKER, "boot", 2, IDENTITY))
         assert (got is not None) == (job.state is State.QUEUED)
         if got is not None:
             self.to(job, State.RUNNING)

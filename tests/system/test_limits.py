@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import redis
 from edge import MODEL, Hand, model_info, running
-from ledger_kit import BOOT, EPOCH, WORKER, claimed, make_job, open_ledger, outputs, receipt, settings_for, settler
+from ledger_kit import BOOT, EPOCH, IDENTITY, WORKER, claimed, make_job, open_ledger, outputs, receipt, settings_for, settler, worker_info
 from redis_kit import handed_over
 from sweep_rig import sweep, sweep_job
 
@@ -205,7 +205,7 @@ def test_a_tenants_own_capture_files_count_until_they_are_deleted(redis_url: str
             await ledger.submit(mine, {})
             settle = settler(redis_url)
             for seq, job in enumerate((operators, mine), start=1):
-                await ledger.claim(job.id, WORKER, BOOT, 1)
+                await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
                 settle.settle(WORKER, 0, EPOCH, [(seq, receipt(job, files=[a_file(3 << 20)]))])
                 await ledger.store_outputs(job.id, 1, outputs())
             assert (await ledger.tenants.usage("t")).capture_bytes == 3 << 20, "what the operator captures costs nobody anything"
@@ -240,7 +240,7 @@ def test_usage_survives_a_redis_kill_and_is_reconciled(tmp_path: Path) -> None:
                     job = jobs[number]
                     await ledger.submit(job, {})
                     if number % 2:
-                        await ledger.claim(job.id, WORKER, BOOT, 1)
+                        await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
                         settle.settle(WORKER, number, EPOCH, [(1, receipt(job, files=[a_file(1000)]))])
                         await ledger.store_outputs(job.id, 1, outputs())
 
@@ -399,7 +399,7 @@ def test_a_hundred_concurrent_modules_respect_the_limit(redis_url: str) -> None:
 def test_the_next_count_lists_modules_stored_or_deleted_by_an_older_version(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, limit_modules=3) as ledger:
-            await ledger.publish_model(model_info())
+            await ledger.publish_model(model_info(), worker_info())
             steering = Steering(ledger)
             for module in (*map(a_module, ("one", "two", "three")), a_module("one", tenant="u"), a_module("one", tenant="default")):
                 await steering.put_module(*module)

@@ -12,6 +12,7 @@ from celery import Celery
 from ledger_kit import (
     BOOT,
     EPOCH,
+    IDENTITY,
     MODEL,
     WORKER,
     claimed,
@@ -104,7 +105,7 @@ def test_a_job_whose_ranks_disagreed_is_sent_again_by_the_commit_that_puts_it_ba
             await ledger.submit(job, {})
             with app.connection_for_read() as connection, connection.SimpleQueue(queue_of(MODEL)) as queue:
                 message = queue.get(timeout=5)
-                assert await ledger.claim(job.id, WORKER, BOOT, 2) is not None
+                assert await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY) is not None
                 settle = settler(redis_url)
                 for rank in (0, 1):
                     settle.settle(WORKER, rank, EPOCH, [(1, receipt(job, rank=rank, actions=rank))])
@@ -141,7 +142,7 @@ def test_an_expired_lease_requeues_with_the_attempt_unchanged_and_the_claim_adds
             view = await ledger.view(job.id)
             assert (view.state, view.attempt, view.worker) == (State.QUEUED, 1, None)
             assert (await sent(ledger))[-1][:2] == (job.id, 1)
-            claim = await ledger.claim(job.id, "w2", "b2", 1)
+            claim = await ledger.claim(job.id, "w2", "b2", 1, IDENTITY)
             assert claim is not None
             assert claim.attempt == 2
 
@@ -232,7 +233,7 @@ def test_the_last_attempt_ends_as_worker_lost(redis_url: str) -> None:
             job = make_job(capture=True)
             await claimed(ledger, job)
             assert (await reaper.sweep(now() + 60)).requeued == [job.id]
-            await ledger.claim(job.id, WORKER, BOOT, 1)
+            await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
             assert (await reaper.sweep(now() + 60)).failed == [job.id]
             view = await ledger.view(job.id)
             assert (view.state, view.capture_status) == (State.FAILED, "error")

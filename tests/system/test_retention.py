@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ledger_kit import BOOT, EPOCH, WORKER, make_job, open_ledger, outputs, receipt, settler, worker_info
+from ledger_kit import BOOT, EPOCH, IDENTITY, WORKER, make_job, open_ledger, outputs, receipt, settler, worker_info
 from sweep_rig import sweep, sweep_job
 
 from midstream.broker.ledger.captures import Captures
@@ -33,7 +33,8 @@ def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(redis_url: s
             settle = settler(redis_url, **times)
             name, vector = "0" * 64, Tensor(dtype="float32", shape=[1], data=b"\0\0\0\0")
             plain, late, unwanted = make_job(tenant="a"), make_job(tenant="b", expires=now() + 0.1), make_job(tenant="b")
-            captured, swept = make_job(capture=True, steer=True), msgspec.structs.replace(sweep_job(sweep(), "tiny"), tenant="a")
+            captured = make_job(capture=True, steer=True)
+            swept = msgspec.structs.replace(sweep_job(sweep(), "tiny"), tenant="a", identity=IDENTITY)
             await ledger.heartbeat(worker_info())
             await ledger.submit(plain, {}, ("k", "body"))
             await ledger.submit(late, {})
@@ -41,7 +42,7 @@ def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(redis_url: s
             await ledger.submit(captured, {name: vector})
             await ledger.submit(swept, {})
             for job in (plain, captured, swept):
-                assert await ledger.claim(job.id, WORKER, BOOT, 1) is not None
+                assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is not None
             settle.settle(WORKER, 0, EPOCH, [(1, receipt(captured, files=[CapturedFile(path="p", bytes=9, crc32=1, rows=1)]))])
             assert (await ledger.request_cancel(unwanted.id)).state is State.ABORTED
             for job in (plain, captured, swept):
@@ -117,7 +118,7 @@ def test_a_dead_worker_is_forgotten_once_it_holds_nothing(redis_url: str) -> Non
             for worker in ("holds", "idle"):
                 await ledger.heartbeat(worker_info(worker))
             await ledger.submit(job := make_job(), {})
-            await ledger.claim(job.id, "holds", BOOT, 1)
+            await ledger.claim(job.id, "holds", BOOT, 1, IDENTITY)
             await asyncio.sleep(0.1)
             assert sorted(await ledger.redis.hkeys("ms:workers")) == [b"holds", b"idle"]
             await ledger.redis.zadd("ms:live", {job.id: now() + 60})

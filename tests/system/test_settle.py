@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import redis
-from ledger_kit import BOOT, EPOCH, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, sent, settler, worker_info
+from ledger_kit import BOOT, EPOCH, IDENTITY, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, sent, settler, worker_info
 
 from midstream.broker.ledger.jobs import Ledger
 from midstream.broker.ledger.steering import Steering
@@ -134,7 +134,7 @@ def test_ranks_that_disagree_cost_the_job_one_attempt_and_the_next_says_why(redi
             assert (view.state, view.receipts, view.generated) == (State.QUEUED, 0, None)
             assert (await sent(ledger))[-1][:2] == (job.id, 1), "its message is sent in the same commit"
             assert await ledger.redis.hget("ms:desync", WORKER) is not None
-            assert await ledger.claim(job.id, "w2", BOOT, 2) is not None
+            assert await ledger.claim(job.id, "w2", BOOT, 2, IDENTITY) is not None
             for rank in (0, 1):
                 settle.settle("w2", rank, EPOCH, [(1, receipt(job, 0, rank, attempt=2, worker="w2"))])
             await ledger.store_outputs(job.id, 2, outputs())
@@ -156,7 +156,7 @@ def test_a_job_whose_ranks_disagree_twice_fails(redis_url: str) -> None:
             settle = settler(redis_url)
             for attempt, worker in ((1, WORKER), (2, "w2")):
                 if attempt == 2:
-                    assert await ledger.claim(job.id, worker, BOOT, 2) is not None
+                    assert await ledger.claim(job.id, worker, BOOT, 2, IDENTITY) is not None
                 settle.settle(worker, 0, EPOCH, [(1, receipt(job, attempt=attempt, worker=worker))])
                 settle.settle(worker, 1, EPOCH, [(1, receipt(job, rank=1, attempt=attempt, worker=worker, actions=4))])
             view = await ledger.view(job.id)
@@ -188,7 +188,7 @@ def test_attempts_abandoned_for_desync_are_retried_once(redis_url: str) -> None:
                 assert await ledger.desync_release(job.id, 1, "rank 1 differs") is after
                 assert await ledger.desync_release(job.id, 1, "rank 1 differs") is None, "stale"
                 if after is State.QUEUED:
-                    assert await ledger.claim(job.id, WORKER, BOOT, 2) is not None
+                    assert await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY) is not None
                     assert await ledger.desync_release(job.id, 2, "rank 1 differs") is State.FAILED, "once only"
                     result = await ledger.result(job.id)
                     assert result.determinism is not None
@@ -400,7 +400,7 @@ def test_receipts_of_a_former_attempt_are_acknowledged_and_change_nothing(redis_
             settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, files=[file("first")]))])
             await ledger.release(job.id, 1)
             assert settle.settle(WORKER, 0, EPOCH, [(2, receipt(job, attempt=1))]) == 2, "nobody holds it now"
-            await ledger.claim(job.id, "w2", BOOT, 1)
+            await ledger.claim(job.id, "w2", BOOT, 1, IDENTITY)
             assert (await ledger.view(job.id)).receipts == 0
             assert settle.settle(WORKER, 0, EPOCH, [(3, receipt(job, attempt=1, status="error", message="late"))]) == 3
             assert settle.counts.stale == 2
@@ -577,7 +577,7 @@ def test_lost_receipts_of_a_former_attempt_do_not_fail_the_present_one(redis_url
             job = make_job(capture=True)
             await claimed(ledger, job)
             await ledger.release(job.id, 1)
-            assert await ledger.claim(job.id, WORKER, "boot-2", 2) is not None
+            assert await ledger.claim(job.id, WORKER, "boot-2", 2, IDENTITY) is not None
             former = LostRange(first=1, last=3, jobs=[f"{job.id}.1"])
             assert settler(redis_url).lost(WORKER, 0, EPOCH, former) == 3
             assert await state_of(ledger, job) is State.RUNNING

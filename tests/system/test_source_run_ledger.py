@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from capture_kit import HIDDEN, finished, write
 from edge import model_info
-from ledger_kit import BOOT, EPOCH, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler, worker_info
+from ledger_kit import BOOT, EPOCH, IDENTITY, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler, worker_info
 
 from midstream.broker.ledger import scripts
 from midstream.broker.ledger import source_runs as runs_module
@@ -36,7 +36,7 @@ def run_job(prompts: int = 1, name: str = "clean", **changes: Any) -> Job:
 
 async def finish(ledger: Ledger, url: str, job: Job, root: Path, layout: str = "packed", **changes: Any) -> Job:
     """Let two stages capture all prompts of a submitted job, and end it."""
-    claim = await ledger.claim(job.id, WORKER, BOOT, 2)
+    claim = await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
     assert claim is not None
     receipts = []
     for request in range(len(job.prompts)):
@@ -199,7 +199,7 @@ def test_run_names_of_deleted_captures_expire(redis_url: str, tmp_path: Path) ->
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             runs, at = SourceRuns(ledger), now()
-            await ledger.publish_model(model_info(name=MODEL))
+            await ledger.publish_model(model_info(name=MODEL), worker_info())
             jobs = [await ready(ledger, redis_url, tmp_path / "captures", name=name) for name in ("old", "kept")]
             await Captures(ledger).delete(jobs[0].id)
             assert await runs.prune(at) == 0

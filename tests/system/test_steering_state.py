@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from ledger_kit import BOOT, MODEL, WORKER, make_job, open_ledger, outputs, settings_for, worker_info
+from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, make_job, open_ledger, outputs, settings_for, worker_info
 
 from midstream import __version__
 from midstream.broker.ledger import scripts
@@ -218,10 +218,10 @@ def test_no_job_is_claimed_under_another_global_steering_than_the_desired_one(re
             await ledger.submit(job, {})
             current = await change(steering, A)
             with pytest.raises(ClaimRefused) as behind:
-                await ledger.claim(job.id, WORKER, BOOT, 2)
+                await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
             assert behind.value.why == "behind"
             assert (await ledger.view(job.id)).state is State.QUEUED
-            assert await ledger.claim(job.id, WORKER, BOOT, 2, current.version, True) is not None
+            assert await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY, current.version, True) is not None
             view = await ledger.view(job.id)
             assert (view.receipts_expected, view.steered) == (6, True), "every prompt tells of it"
             await ledger.store_outputs(job.id, 1, outputs(3))
@@ -238,10 +238,10 @@ def test_a_requeued_job_forgets_its_global_steering(redis_url: str) -> None:
         async with open_ledger(redis_url) as ledger:
             steering, job = Steering(ledger), make_job()
             await ledger.submit(job, {})
-            await ledger.claim(job.id, WORKER, BOOT, 1, (await change(steering, A)).version, True)
+            await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, (await change(steering, A)).version, True)
             await ledger.release(job.id, 1)
             assert not (await ledger.view(job.id)).steered
-            await ledger.claim(job.id, WORKER, BOOT, 1, (await change(steering)).version, False)
+            await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, (await change(steering)).version, False)
             await ledger.store_outputs(job.id, 2, outputs())
             result = await ledger.result(job.id)
             assert (result.state, result.determinism) == (State.SUCCEEDED, None)
@@ -256,11 +256,11 @@ def test_a_worker_whose_ranks_disagree_claims_nothing_until_they_are_equal(redis
             await ledger.submit(job, {})
             await ledger.redis.hset("ms:desync", WORKER, "rank 1 differs")
             with pytest.raises(ClaimRefused) as refused:
-                await ledger.claim(job.id, WORKER, BOOT, 2)
+                await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
             assert (refused.value.why, refused.value.detail) == ("desynced", "rank 1 differs")
             assert (await steering.look(MODEL, WORKER)).desync == "rank 1 differs"
             await steering.clear_desync(WORKER)
-            assert await ledger.claim(job.id, WORKER, BOOT, 2) is not None
+            assert await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY) is not None
 
     asyncio.run(main())
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from ledger_kit import BOOT, EPOCH, WORKER, claimed, make_job, open_ledger, outputs, receipt, sent, settler
+from ledger_kit import BOOT, EPOCH, IDENTITY, WORKER, claimed, make_job, open_ledger, outputs, receipt, sent, settler
 
 from midstream.broker.ledger.jobs import Ledger
 from midstream.broker.ledger.reaper import Reaper
@@ -40,11 +40,11 @@ def test_a_job_whose_rows_the_store_did_not_take_is_queued_again(redis_url: str)
                 assert [message.job_id for message in await sent(ledger)] == [job.id]
                 assert not await ledger.redis.hexists(f"ms:job:{job.id}", "shelved"), "it is one of the queue again"
                 await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
-                claim = await ledger.claim(job.id, WORKER, BOOT, 1)
+                claim = await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
                 assert claim is not None
                 assert claim.attempt == attempt + 1
             assert await ledger.release(job.id, 6) is State.QUEUED, "what the store did is not held against it"
-            await ledger.claim(job.id, WORKER, BOOT, 1)
+            await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
             assert await ledger.release(job.id, 7) is State.FAILED, "the losses of its worker are"
 
     asyncio.run(main())
@@ -57,14 +57,14 @@ def test_a_worker_whose_store_takes_nothing_leaves_captures_in_the_queue(redis_u
             job, other = make_job(capture=True), make_job()
             for each in (job, other):
                 await ledger.submit(each, {})
-            assert await ledger.claim(job.id, WORKER, BOOT, 1, away="it cannot be reached") is None
-            assert await ledger.claim(other.id, WORKER, BOOT, 1, away="it cannot be reached") is not None
+            assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, away="it cannot be reached") is None
+            assert await ledger.claim(other.id, WORKER, BOOT, 1, IDENTITY, away="it cannot be reached") is not None
             view = await ledger.view(job.id)
             assert (view.state, view.attempt) == (State.QUEUED, 0)
             await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
             await reaper.sweep(now() + SHELVED_S + 1)
             assert [message.job_id for message in await sent(ledger)] == [job.id]
-            assert await ledger.claim(job.id, WORKER, BOOT, 1) is not None
+            assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is not None
 
     asyncio.run(main())
 
@@ -76,12 +76,12 @@ def test_a_job_waits_for_the_store_as_long_as_the_setting_says(redis_url: str) -
             await claimed(ledger, running, ranks=1)
             await ledger.submit(queued, {})
             refuse(redis_url, running, artifact_wait_s=0.05)
-            await ledger.claim(queued.id, WORKER, BOOT, 1, away="it cannot be reached")
+            await ledger.claim(queued.id, WORKER, BOOT, 1, IDENTITY, away="it cannot be reached")
             await asyncio.sleep(0.1)
-            claim = await ledger.claim(running.id, WORKER, BOOT, 1)
+            claim = await ledger.claim(running.id, WORKER, BOOT, 1, IDENTITY)
             assert claim is not None
             refuse(redis_url, running, 2, artifact_wait_s=0.05)
-            await ledger.claim(queued.id, WORKER, BOOT, 1, away="it cannot be reached")
+            await ledger.claim(queued.id, WORKER, BOOT, 1, IDENTITY, away="it cannot be reached")
             for job in (running, queued):
                 view = await ledger.view(job.id)
                 assert view.state is State.FAILED
@@ -98,7 +98,7 @@ def test_a_job_that_waits_for_the_store_keeps_its_own_deadline(redis_url: str) -
             reaper = Reaper(ledger, ledger.settings)
             job = make_job(capture=True, expires=now() + 3)
             await ledger.submit(job, {})
-            await ledger.claim(job.id, WORKER, BOOT, 1, away="it cannot be reached")
+            await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, away="it cannot be reached")
             assert (await reaper.sweep(now() + 1)).late == []
             assert (await reaper.sweep(now() + 4)).late == [job.id]
 
@@ -113,7 +113,7 @@ def test_a_job_that_could_not_read_the_store_waits_for_it(redis_url: str) -> Non
             await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
             assert await ledger.release(job.id, 1, away="it cannot be reached") is State.QUEUED
             assert await sent(ledger) == [], "it has no message before it is due"
-            assert await ledger.claim(job.id, WORKER, BOOT, 1) is not None
+            assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is not None
             await asyncio.sleep(0.1)
             assert await ledger.release(job.id, 2, away="it cannot be reached") is State.FAILED
             view = await ledger.view(job.id)

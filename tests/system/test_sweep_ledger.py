@@ -23,7 +23,7 @@ MODEL = "tiny"
 async def begun(ledger: Ledger, **changes: Any) -> tuple[Job, Sweeps]:
     job = sweep_job(sweep(**changes), MODEL)
     await ledger.submit(job, {})
-    assert await ledger.claim(job.id, WORKER, BOOT, 2, everyone=True) is not None
+    assert await ledger.claim(job.id, WORKER, BOOT, 2, job.identity, everyone=True) is not None
     return job, Sweeps(ledger)
 
 
@@ -76,7 +76,7 @@ def test_kept_cells_outlive_the_attempt_and_stale_attempts_add_none(redis_url: s
             await ledger.release(job.id, 1)
             assert len(await sweeps.records(job.id)) == 1
             assert await sweeps.keep(job, 1, [cell(job, 1)], 2, 1) == "stale"
-            assert await ledger.claim(job.id, WORKER, BOOT, 2) is not None
+            assert await ledger.claim(job.id, WORKER, BOOT, 2, job.identity) is not None
             assert await sweeps.keep(job, 1, [cell(job, 1)], 2, 1) == "stale"
             await ledger.request_cancel(job.id)
             assert await sweeps.keep(job, 2, [cell(job, 1)], 2, 1) == "cancelling"

@@ -18,6 +18,7 @@ from midstream.schemas.base import now, to_msgpack
 from midstream.schemas.compatibility import WIRE, disagreement
 from midstream.schemas.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.settings import to_environment
+from midstream.workers.fake.model import identity_of
 
 MODEL = "fake-model"
 
@@ -96,8 +97,10 @@ def test_a_newer_compatible_worker_takes_jobs(stack: Stack) -> None:
 def test_a_job_beyond_the_workers_version_fails_naming_both_versions(stack: Stack) -> None:
     restart_worker(stack, __version__, WIRE, WIRE)
     job = Job(
-        id=new_job_id(), kind="generate", model=MODEL, prompts=[StoredPrompt(token_ids=[1])], sampling=Sampling(max_tokens=2), created=now()
-    )
+        id=new_job_id(), kind="generate", model=MODEL, prompts=[StoredPrompt(token_ids=[1])], sampling=Sampling(max_tokens=2),
+        created=now(),
+        identity=identity_of(stack.settings),
+    )  # fmt: skip
     stack.do(lambda ledger: submit_unsent(ledger, job))
     newer = msgspec.msgpack.encode(msgspec.msgpack.decode(to_msgpack(job)) | {"invented_later": 1})
     fields = {"spec": newer, "written_by": "9.0.0"}

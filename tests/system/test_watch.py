@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from ledger_kit import claimed, make_job, open_ledger, outputs
+from ledger_kit import IDENTITY, claimed, make_job, open_ledger, outputs
 from redis_kit import handed_over
 
 from midstream.broker.ledger import watch
@@ -119,7 +119,7 @@ def test_a_result_waiter_is_not_woken_by_the_start(redis_url: str, no_polling: N
             await ledger.submit(job, {})
             waiting = asyncio.create_task(watcher.changed(job.id, 1, 60, quiet={"queued", "running"}))
             await asyncio.sleep(0.2)
-            await ledger.claim(job.id, "w", "b", ranks=1)
+            await ledger.claim(job.id, "w", "b", 1, IDENTITY)
             await asyncio.sleep(0.2)
             assert not waiting.done()
             await ledger.store_outputs(job.id, 1, outputs())

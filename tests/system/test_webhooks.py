@@ -14,7 +14,7 @@ from typing import Any
 import httpcore
 import pytest
 from hook_kit import OK, Receiver, receiving
-from ledger_kit import BOOT, MODEL, WORKER, claimed, make_job, open_ledger, outputs
+from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, claimed, make_job, open_ledger, outputs
 from redis_kit import hold_back, slow_disk
 from standardwebhooks.webhooks import WebhookVerificationError
 
@@ -91,9 +91,9 @@ def test_each_start_and_end_is_one_webhook(redis_url: str, receiver: Receiver) -
         async with service(redis_url) as made:
             job = make_job(callback=Callback(url=receiver.url(), events=ALL))
             assert await claimed(made.ledger, job) == 1
-            assert await made.ledger.claim(job.id, WORKER, BOOT, 2) is None
+            assert await made.ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY) is None
             await made.ledger.release(job.id, 1)
-            assert await made.ledger.claim(job.id, WORKER, BOOT, 2)
+            assert await made.ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
             for _ in range(3):
                 await made.ledger.store_outputs(job.id, 2, outputs())
             assert await made.sender.round() == 3

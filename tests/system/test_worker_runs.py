@@ -20,6 +20,7 @@ from midstream.schemas.steering import GlobalSteering
 from midstream.workers.engine.collective import Quarantined
 from midstream.workers.engine.protocol import EngineRequest, Progress
 from midstream.workers.fake.engine import FakeEngine
+from midstream.workers.fake.model import identity_of
 from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
 from midstream.workers.serving.attempts import Attempts
 from midstream.workers.serving.heartbeat import Heartbeat
@@ -80,6 +81,7 @@ class Harness:
             sampling=Sampling(max_tokens=max_tokens),
             created=now(),
             captures=[[wanted]] * prompts if capture else [],
+            identity=identity_of(self.settings),
         )
         await self.ledger.submit(job, {})
         return job.id
@@ -182,7 +184,7 @@ def test_the_late_outputs_of_a_lost_attempt_change_nothing(redis_url: str, tmp_p
         job_id = await at.submit(max_tokens=20)
         task = await at.running(job_id)
         await at.ledger.release(job_id, 1)
-        assert await at.ledger.claim(job_id, "w2", "boot", 1) is not None
+        assert await at.ledger.claim(job_id, "w2", "boot", 1, identity_of(at.settings)) is not None
         assert await task is AttemptOutcome.LOST
         view = await at.view(job_id)
         assert (view.state, view.attempt, view.worker) == (State.RUNNING, 2, "w2")

@@ -1,6 +1,5 @@
-"""A checkpoint's folder: whether it has a config, and as many layers as that says; and a digest of its files."""
+"""A checkpoint's folder: whether it has a config, and as many layers as that says."""
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -14,10 +13,6 @@ from ...schemas.settings import Settings
 
 #: A weight of a numbered layer, such as `model.layers.3.mlp.up_proj.weight` or `transformer.h.3.ln_1.bias`.
 _OF_LAYER = re.compile(r"^(?P<stack>.*?)\.(?P<number>\d+)\.")
-#: Bytes of a file that is hashed whole: half a second.
-_WHOLE = 1 << 30
-#: Of larger ones, so many bytes of each so many: a matrix of a model of that size has more.
-_PIECE, _STRIDE = 1 << 12, 1 << 20
 #: Fields of configs that count layers behind the model's own, which predict further tokens.
 _BEHIND = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
@@ -54,30 +49,6 @@ def check_layers(model: str, config: Any, layers: int) -> None:
             f"the config says {layers} layers, and the weights have {found} ({stack}.0 to {stack}.{found - 1}): config and weights "
             "belong to different checkpoints, or num_hidden_layers is wrong"
         )
-
-
-def digest_of(model: str, commit: str | None = None) -> str:
-    """SHA-256 that tells checkpoints apart: over names, sizes and bytes of the files in the folder `model`.
-
-    Of files above `_WHOLE`, every `_STRIDE`-th piece is read: a change of any matrix of a usual size shows. Of a hub's name it is over
-    that and `commit`; empty where neither is known.
-    """
-    path = Path(model)
-    if not path.exists():
-        return hashlib.sha256(f"{model}@{commit}".encode()).hexdigest() if commit else ""
-    digest = hashlib.sha256()
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{'' if file == path else file.name} {size}\n".encode())
-        with file.open("rb") as handle:
-            if size <= _WHOLE:
-                digest.update(hashlib.file_digest(handle, "sha256").digest())
-            else:
-                for place in range(0, size, _STRIDE):
-                    handle.seek(place)
-                    digest.update(handle.read(_PIECE))
-    return digest.hexdigest()
 
 
 def _weight_names(folder: Path) -> Iterable[str]:

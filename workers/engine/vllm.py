@@ -49,12 +49,13 @@ from ..runner.stages import stage_layers
 from . import nodes
 from .admission import CaptureBudget, StepRows
 from .certificate import Access, certify, keep
-from .checkpoint import check_folder, check_layers, digest_of
+from .checkpoint import check_folder, check_layers
 from .drafts import check_drafter, check_drafts
 from .ends import Ends
 from .format_check import FormatChecker
 from .identity import BOOT
 from .images import Images, expanded, fitted, images_of, prompt_with_images
+from .model_identity import identity_of
 from .option_check import accepted
 from .protocol import EngineRequest, Progress
 from .rank_control import RankControl, rank_steering, row_wish
@@ -148,6 +149,7 @@ class VllmEngine(RankControl):
             )  # before any process of the engine starts, for a clear error
             hooks = [hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks]
             check_layers(config.model, config.hf_text_config, config.get_total_num_hidden_layers())
+            identity = await asyncio.to_thread(identity_of, settings, config)
             self._stages = stage_layers(config.get_total_num_hidden_layers(), settings.pipeline_parallel_size)
             ring = _ring(settings, config, len(hooks), max(map(len, self._stages)), inside)
             plane = msgspec.structs.replace(
@@ -155,6 +157,7 @@ class VllmEngine(RankControl):
                 step_rows=ring.rows if ring else 0,
                 capture_queue_mib=_queue_mib(settings, ring),
                 caveats=[*adapter.caveats, *quantisation.caveats, *caveats],
+                identity=identity,
             )
             if settings.tool_parser:
                 self._tools = await asyncio.to_thread(ToolParsers, settings.tool_parser, config)
@@ -166,6 +169,9 @@ class VllmEngine(RankControl):
                 self._followers = nodes.Followers(settings, BOOT, self._lose)
             self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, asked, disable_log_stats=True)
             self.tokenizer = await asyncio.to_thread(bundle_of, config)
+            if await asyncio.to_thread(identity_of, settings, config) != identity:
+                await asyncio.to_thread(self._llm.shutdown)
+                raise MidstreamError("engine_failed", f"files of {config.model} changed while the engine loaded them: start it again")
             found = [msgspec.convert(each, Found) for each in await self._call("midstream_found", ())]
             if refused := next((each.refused for each in found if each.refused), ""):
                 await asyncio.to_thread(self._llm.shutdown)
@@ -215,7 +221,7 @@ class VllmEngine(RankControl):
             multimodal=config.is_multimodal_model,
             caveats=plane.caveats,
             quantization=quantisation.name,
-            digest=await asyncio.to_thread(digest_of, config.model, getattr(config.hf_config, "_commit_hash", None)),
+            identity=plane.identity,
             lora=await self._lora_support(),
             images=images.number,
             images_refused=images.refused,

@@ -1,5 +1,6 @@
 """The fake engine's model: facts, tokenizer, text and residual stream."""
 
+import hashlib
 import zlib
 from collections.abc import Mapping
 from typing import cast
@@ -53,6 +54,11 @@ def make_bundle(tokenizer: Tokenizer) -> TokenizerBundle:
     )
 
 
+def identity_of(settings: Settings) -> str:
+    """The identity of the fake model that the setting `model` names: another name is another checkpoint."""
+    return hashlib.sha256(f"fake {settings.model}".encode()).hexdigest()
+
+
 def make_info(
     settings: Settings, tokenizer: Tokenizer, bundle: TokenizerBundle, installed: Mapping[str, LoadedReader] | None = None
 ) -> ModelInfo:
@@ -65,7 +71,7 @@ def make_info(
         vocab_size=tokenizer.get_vocab_size(),
         max_model_len=settings.max_model_len or MAX_MODEL_LEN,
         dtype="float32",
-        digest=encode_bundle(bundle)[0],
+        identity=identity_of(settings),
         hooks=list(HOOKS),
         tokenizer=encode_bundle(bundle)[0],
         tp=settings.tensor_parallel_size,

@@ -29,7 +29,7 @@ from ..runner.layouts import StoreConfig
 from ..runner.watches import Watch
 from ..runner.writer import BOOT_DIGITS, WriteJob, Writer
 from .grades import FakeGrades, Ungradable
-from .model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
+from .model import HIDDEN_SIZE, NUM_LAYERS, identity_of, residual_rows
 from .rank import FakeFaults, FakeRank
 from .readings import FakeReadings
 
@@ -67,6 +67,7 @@ class FakeRanks:
         places = [divmod(rank, settings.tensor_parallel_size) for rank in range(self.world)]
         self.ranks = [FakeRank(rank, tp, pp, settings, faults) for rank, (pp, tp) in enumerate(places)]
         self._installed = installed or {}
+        self._identity = identity_of(settings)
         self._outboxes: list[Outbox] = []
         self._writers: list[Writer] = []
         self._grades = FakeGrades(open_store(settings.artifacts), lambda: self.ranks[-1].runs)
@@ -178,6 +179,7 @@ class FakeRanks:
             epoch=rank.ledger.epoch,
             trace=spec.trace,
             scores=self._scores(finished, rank.pp) if rank.tp == 0 and not failure else [],
+            identity=self._identity,
         )
 
     def _scores(self, finished: _Finished, pp: int) -> list[ProbeScore]:
@@ -247,4 +249,5 @@ class FakeRanks:
             stages=len(self._stages),
             rows=rows,
             num_layers=NUM_LAYERS,
+            identity=self._identity,
         )

@@ -278,6 +278,7 @@ class Recording:
         stages: int,
         num_layers: int = 0,
         caveats: Sequence[str] = (),
+        identity: str = "",
         attention: Sequence[AttentionKind] = (),
         routing: Sequence[RoutingKind] = (),
     ) -> FinishedCapture:
@@ -316,6 +317,7 @@ class Recording:
             dropped=tuple(sorted((self.dropped & expected).difference(positions))),
             num_layers=num_layers,
             caveats=tuple(caveats),
+            identity=identity,
             attention=tuple(attention),
             routing=tuple(routing),
             whole=found.blob,

@@ -86,6 +86,7 @@ class PlaneConfig(Record):
     curve_server_key: str = ""
     inside: list[str] = []  # hooks of other widths that are served where the model has them
     lens_dir: str = ""  # folder that tuned lenses are below
+    identity: str = ""  # of the model, for receipts and manifests
     caveats: list[str] = []  # for manifests: of the model, its quantisation and the engine's options; a certification may add some
 
     def layout(self) -> dict[str, Any]:

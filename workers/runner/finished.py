@@ -69,6 +69,7 @@ class FinishedCapture:
     dropped: tuple[int, ...] = ()  # positions dropped under overload, not in `positions`
     num_layers: int = 0  # of the whole model; 0: not known
     caveats: tuple[str, ...] = ()  # of the model: see `Manifest`
+    identity: str = ""  # likewise
     attention: tuple[AttentionKind, ...] = ()  # of the stage's layers
     routing: tuple[RoutingKind, ...] = ()  # likewise
     non_finite: dict[tuple[str, int], int] = field(default_factory=dict)  # (hook, layer) → rows that are not finite as stored
@@ -126,6 +127,7 @@ class FinishedCapture:
             row=self.columns.row if self.columns is not None else None,
             columns=[] if stored is None else [stored.start, stored.stop],
             heads=self.capture.heads,
+            identity=self.identity,
         )
 
     @property

@@ -38,7 +38,7 @@ class Reports:
         self._hidden_size, self._dtype = hidden_size, dtype
         self.origin: dict[str, Any] = {
             "worker": config.worker, "rank": place.rank, "pp": place.pp, "stages": place.stages, "num_layers": num_layers,
-            "caveats": tuple(config.caveats),
+            "caveats": tuple(config.caveats), "identity": config.identity,
         }  # fmt: skip
 
     def over(self, step: int, tracked: Tracked, token_ids: list[int], rows: int) -> None:
@@ -116,6 +116,7 @@ class Reports:
             graded=tracked.graded() if tracked.graded is not None and not tracked.failure else [],
             trace=spec.trace,
             scores=tracked.scores if place.tp == 0 and not tracked.failure else [],
+            identity=self._config.identity,
         )
 
 

@@ -223,6 +223,7 @@ class Attempts:
                 self._worker,
                 self._boot,
                 self._engine.world,
+                self._engine.info.identity,
                 global_version=global_steering.version,
                 everyone=bool(global_steering.entries),
                 away=self._away(),

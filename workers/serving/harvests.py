@@ -170,7 +170,7 @@ class HarvestAttempt:
             documents=sum(unit.documents for unit in units), tokens=sum(unit.tokens for unit in units),
             generated=sum(unit.generated for unit in units), rows=sum(unit.rows for unit in units),
             bytes=sum(unit.bytes for unit in units), shards=sum(len(unit.shards) for unit in units), parts=list(parts),
-            metadata=harvest.metadata,
+            metadata=harvest.metadata, identity=harvest.identity,
         )  # fmt: skip
 
     async def _put(

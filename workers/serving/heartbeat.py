@@ -27,7 +27,8 @@ SHORTEST_TRY_S = 0.5
 class Heartbeat:
     """Has its own connections to Redis; close them with `close()`.
 
-    `publish` is called again after Redis was unreachable, and whenever Redis lacks the model: it may have lost its data.
+    `publish` is called again after Redis was unreachable, and whenever Redis lacks the model: it may have lost its data,
+    or another worker may have taken the name while this one was away; then `publish` raises, and the worker ends.
     """
 
     def __init__(self, settings: Settings, attempts: Attempts, info: Callable[[], WorkerInfo], publish: Callable[[], Awaitable[None]]):
@@ -46,8 +47,8 @@ class Heartbeat:
             await asyncio.sleep(min(self._period_s, LONGEST_PAUSE_S) if away else self._period_s)
             try:
                 await self.beat()
-                if away or not await self._ledger.serves(self._settings.served_model):
-                    logger.warning("Redis was unreachable or has lost its data: publishing the model again")
+                if away or not await self._ledger.serves(self._settings.served_model, self._info().identity):
+                    logger.warning("Redis was unreachable, or lacks the model: publishing it again")
                     await self._publish()
                 away = False
             except MidstreamError as error:

@@ -180,7 +180,7 @@ class EngineHost:
         self._metrics = WorkerMetrics(engine.info.name, self._attempts, reconciler, lambda: engine.waiting)
         self._metrics.register()
         heartbeat = self._heartbeat = Heartbeat(settings, self._attempts, self._info, self._publish)
-        await patiently(self._publish, "start")
+        await patiently(lambda: self._publish(starting=True), "start")
         await reconciler.start()  # before the first job
         await patiently(heartbeat.beat, "start")
         self._background = [
@@ -190,12 +190,15 @@ class EngineHost:
             self._loop.create_task(self._watch(self._watch_disks(), died), name="disks"),
         ]
 
-    async def _publish(self) -> None:
-        """Publish the engine's model and its tokenizer."""
+    async def _publish(self, starting: bool = False) -> None:
+        """Publish the engine's model and its tokenizer. Raises MidstreamError("model_changed") as `publish_model`."""
         assert self._engine is not None
         name, raw = encode_bundle(self._engine.tokenizer)
         await self._ledger.put_blob(name, raw)
-        await self._ledger.publish_model(msgspec.structs.replace(self._engine.info, tokenizer=name))
+        worker = self._info()
+        if starting:
+            worker = msgspec.structs.replace(worker, healthy=False, detail="starting")
+        await self._ledger.publish_model(msgspec.structs.replace(self._engine.info, tokenizer=name), worker)
 
     def _info(self) -> WorkerInfo:
         assert self._engine is not None
@@ -213,6 +216,7 @@ class EngineHost:
             healthy=not self._trouble,
             detail=self._trouble,
             stats=self._metrics.stats() if self._metrics is not None else None,
+            identity=info.identity,
         )
 
     @property

@@ -1,7 +1,8 @@
 -- queued -> running: the returned attempt is the worker's fencing token.
 -- args: id, worker, boot, ranks, lease_s, global_version (of the global steering that the worker has applied), everyone (whether it
 --       steers anything: then every prompt gets receipts, not only those with requests of their own), call (random id of this call),
---       away (why the worker's artifact store takes nothing; empty: it does)
+--       away (why the worker's artifact store takes nothing; empty: it does), identity (of the worker's model), on_model_change ('fail' or
+--       'wait')
 -- returns {'unknown'} | {'refused', state} | {'desynced', reason} | {'behind', desired version}
 --         | {'claimed', attempt, spec, time of queueing}
 local id, worker = args.id, args.worker
@@ -18,6 +19,10 @@ if job.state ~= 'queued' then
 end
 if overdue(job) then
   fail(job, 'not_started_in_time', LATE, nil, 'aborted')
+  return {'refused', job.state}
+end
+if args.identity == '' or job.identity ~= args.identity then
+  refuse_model(job)
   return {'refused', job.state}
 end
 local desync = redis.call('HGET', DESYNC, worker)

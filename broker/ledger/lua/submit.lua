@@ -2,7 +2,7 @@
 -- args: id, spec (packed), created (text), kind, model, prompts, asked, captures, steers, metadata (JSON), written_by, idem (idempotency
 --       key, or nil), body (its body's sha256), blob_ttl, tags (JSON list of the tags under which captures become files, or nil), modules
 --       (JSON of the named ones), cells (of a sweep), runs (JSON of the source runs that patch it), run (name of the run that
---       it makes, or nil), packed_run, lora (JSON of the adapter's name and digest, or nil), probed (whether probes score it), tenant, priority, expires (text, or nil), callback (JSON, or nil), request (the body as JSON, or nil), cost (tokens), files (whether its
+--       it makes, or nil), packed_run, lora (JSON of the adapter's name and digest, or nil), probed (whether probes score it), identity (of the model), tenant, priority, expires (text, or nil), callback (JSON, or nil), request (the body as JSON, or nil), cost (tokens), files (whether its
 --       user captures into files), limits (defaults where the tenant has none of its own), blobs: {sha256, bytes, or false to take
 --       the pinned tensor} of each
 -- ARGV[2]: memory usage of Redis, in percent, sampled with the size of the arguments.
@@ -94,7 +94,7 @@ redis.call('HSET', key('job', id), 'spec', spec, 'state', 'queued', 'attempt', 0
   'captures', args.captures and '1' or '0', 'steers', args.steers and '1' or '0', 'metadata', args.metadata, 'modules', args.modules,
   'cells', 0, 'cells_expected', args.cells, 'runs', args.runs, 'run', args.run or '', 'tenant', tenant, 'priority', priority,
   'step', STEPS[args.kind][priority], 'cost', args.cost, 'written_by', args.written_by, 'receipts', 0, 'expected', 0,
-  'capture_status', args.captures and 'pending' or 'not_requested')
+  'capture_status', args.captures and 'pending' or 'not_requested', 'identity', args.identity)
 if args.expires then
   redis.call('HSET', key('job', id), 'expires', args.expires)
 end
@@ -115,7 +115,7 @@ redis.call('ZADD', key('jobs', tenant), args.created, id) -- its tenant's own li
 redis.call('SADD', 'ms:owners', tenant)
 if tags then -- outlives the job's record: files stay until they are deleted
   redis.call('HSET', key('capture', id), 'tags', tags, 'created', args.created, 'status', 'pending', 'bytes', 0, 'rows', 0, 'model', model,
-    'tenant', tenant)
+    'tenant', tenant, 'identity', args.identity)
   if args.files and args.kind ~= 'harvest' then -- its shards are charged with its units
     redis.call('HSET', key('capture', id), 'charged', tenant)
     tally_from_here(key('capture', id))

@@ -124,6 +124,20 @@ local function await_store(job, why)
   end
 end
 
+-- A worker whose model has another identity than the job's: nothing of the job is computed there. It fails, or waits for its own.
+local function refuse_model(job)
+  if args.on_model_change == 'wait' and (job.identity or '') ~= '' then
+    redis.call('SREM', turn('sent', job.model, job.step), job.id)
+    shelve(job)
+    fill(job.model, job.step)
+    return
+  end
+  local accepted = (job.identity or '') == '' and 'by a version of midstream that recorded no identity of the model'
+    or 'for the model with the identity ' .. string.sub(job.identity, 1, SHOWN_IDENTITY)
+  fail(job, 'model_changed', 'the job was accepted ' .. accepted .. '; worker ' .. args.worker .. ' serves '
+    .. string.sub(args.identity, 1, SHOWN_IDENTITY) .. ' under the name ' .. job.model .. ': submit it again')
+end
+
 -- The worker is gone or releases the job: another attempt, unless the limit is reached or the job is being cancelled.
 local function put_back(job)
   local excused = tonumber(redis.call('HGET', key('job', job.id), 'excused')) or 0

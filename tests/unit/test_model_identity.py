@@ -1,0 +1,133 @@
+"""The identity of a model follows what decides its numbers, and nothing else; a checkpoint is read once."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.settings import Settings
+from midstream.workers.engine import model_identity
+from midstream.workers.engine.model_identity import FileDigests, identity_of
+
+LONG_AGO = 1_000_000_000
+
+
+class Bench:
+    """A checkpoint, and the settings of a worker that serves it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.data = folder, folder / "data"
+        self.model = self.checkpoint("model")
+
+    def checkpoint(self, name: str, **changed: bytes) -> Path:
+        path = self.folder / name
+        path.mkdir()
+        files = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"tokens", "README.md": b"about"}
+        files |= {file.replace("_", "."): content for file, content in changed.items()}
+        for file, content in files.items():
+            (path / file).write_bytes(content)
+            os.utime(path / file, (LONG_AGO, LONG_AGO))
+        return path
+
+    def identity(self, model: Path | str = "", dtype: str = "bfloat16", tokenizer: Path | str = "", **changed: Any) -> str:
+        place = str(model or self.model)
+        config = SimpleNamespace(
+            model=place, tokenizer=str(tokenizer or place), dtype=f"torch.{dtype}", hf_config=SimpleNamespace(_commit_hash=None)
+        )
+        return identity_of(Settings(data_dir=str(self.data), **changed), config)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_a_copy_in_another_folder_has_the_same_identity(bench: Bench) -> None:
+    copy = bench.folder / "copy"
+    shutil.copytree(bench.model, copy)
+    (copy / "README.md").write_text("other words")
+    (copy / ".cache").mkdir()
+    assert bench.identity(copy) == bench.identity()
+    assert len(bench.identity()) == 64
+
+
+@pytest.mark.parametrize("file", ["config_json", "model_safetensors", "tokenizer_json", "model-00002_safetensors"])
+def test_a_changed_or_further_file_is_another_identity(bench: Bench, file: str) -> None:
+    assert bench.identity(bench.checkpoint("other", **{file: b"changed"})) != bench.identity()
+
+
+def test_dtype_and_options_that_change_numbers_belong_to_the_identity(bench: Bench) -> None:
+    quantized, overridden = {"quantization": "fp8"}, {"hf_overrides": {"rope_theta": 2.0}}
+    identities = [bench.identity(), bench.identity(dtype="float32")]
+    identities += [bench.identity(engine_options=options) for options in (quantized, overridden)]
+    assert len(set(identities)) == 4
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"max_num_seqs": 7}, {"engine_options": {"gpu_memory_utilization": 0.5}}],
+)  # fmt: skip
+def test_how_a_model_is_served_is_not_its_identity(bench: Bench, changed: dict[str, Any]) -> None:
+    assert bench.identity(**changed) == bench.identity()
+
+
+def test_a_tokenizer_elsewhere_belongs_to_the_identity(bench: Bench) -> None:
+    first, second = bench.checkpoint("first"), bench.checkpoint("second", tokenizer_json=b"others")
+    assert len({bench.identity(), bench.identity(tokenizer=first), bench.identity(tokenizer=second)}) == 3
+
+
+def test_every_byte_of_a_large_file_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_identity, "_PIECE", 64)
+    weights = bytearray(1000)
+    identities = {bench.identity(bench.checkpoint("zeros", model_safetensors=bytes(weights)))}
+    for place in (0, 63, 64, 500, 999):
+        changed = bytearray(weights)
+        changed[place] = 1
+        identities.add(bench.identity(bench.checkpoint(f"one{place}", model_safetensors=bytes(changed))))
+    assert len(identities) == 6
+
+
+def test_a_file_is_read_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_identity, "_FRESH_S", -1e9)
+    first = bench.identity()
+    with monkeypatch.context() as patch:
+        patch.setattr(model_identity, "_piece", lambda *_: pytest.fail("it was read again"))
+        assert bench.identity() == first
+    weights = bench.model / "model.safetensors"
+    former = weights.stat()
+    weights.write_bytes(b"WEIGHTS")
+    os.utime(weights, ns=(former.st_atime_ns, former.st_mtime_ns))  # same size and time of modification
+    assert bench.identity() != first
+
+
+def test_a_file_that_was_just_written_is_not_remembered(bench: Bench) -> None:
+    (bench.model / "config.json").write_text("{ }")
+    bench.identity()
+    known = bench.data / "checkpoint-digests.json"
+    assert not known.exists() or str(bench.model / "config.json") not in json.loads(known.read_bytes())
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"a": 1}', b"\xff"])
+def test_a_damaged_file_of_digests_is_ignored(bench: Bench, content: bytes) -> None:
+    first = bench.identity()
+    bench.data.mkdir(exist_ok=True)
+    (bench.data / "checkpoint-digests.json").write_bytes(content)
+    assert bench.identity() == first
+
+
+def test_a_name_on_the_hub_needs_a_commit(bench: Bench) -> None:
+    with pytest.raises(MidstreamError, match="the identity of some/model is not known"):
+        bench.identity("some/model")
+
+
+def test_files_that_cannot_be_read_are_an_error(bench: Bench) -> None:
+    (bench.model / "model.safetensors").unlink()
+    (bench.model / "model.safetensors").symlink_to(bench.folder / "nowhere")
+    assert bench.identity() != bench.identity(bench.checkpoint("other")), "a broken link is no file: the engine reports it"
+    with pytest.raises(MidstreamError, match="cannot be read"):
+        FileDigests(bench.data / "x.json").of(bench.folder / "gone")
