@@ -6,6 +6,7 @@
 # Variables read by this file:
 #   COMPOSE_ARGS=--keep  keeps what `make test-compose` created
 #   PYTEST_ARGS=…  passed to pytest, such as PYTEST_ARGS="-k sweeper -x"
+#   LONG=1         each stage of `make test` with its long tests, and all of the browser tests: what CI runs
 #   GPU_PYTHON=…   a Python with vLLM for GPUs, for `make bench-gpu`; GPU_ARGS="--stages kernels,graphs" is passed to it
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -16,6 +17,7 @@ PYTHON ?=
 TORCH_INDEX ?=
 TORCH_UNVERIFIED ?=
 PYTEST_ARGS ?=
+LONG ?=
 GPU_PYTHON ?= python3
 GPU_ARGS ?=
 VENV ?= .venv
@@ -34,6 +36,9 @@ unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(abspath $(BIN)):$(PATH)
 
 PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
+# Files begin in the order of collection, the longest first (tests/conftest.py), so that no process is left with one at the end.
+SHARED = --dist loadfile --no-loadscope-reorder --numprocesses
+NOT_LONG := $(if $(LONG),,and not long)
 
 .PHONY: help setup model demo up test lint format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-packages test-faults test-machines test-compose fidelity walk quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu lock clean
 
@@ -59,7 +64,7 @@ up: $(READY) ## run the whole stack until Ctrl-C
 
 test: $(READY) ## lint, then unit, system, browser (a few) and engine tests; a failure does not stop the others
 	@failed=""; started=$$SECONDS; \
-	for stage in lint test-unit test-system test-smoke test-engine; do \
+	for stage in lint test-unit test-system $(if $(LONG),test-web,test-smoke) test-engine; do \
 	  $(MAKE) $$stage || failed="$$failed $$stage"; \
 	done; \
 	took=$$((SECONDS - started)); \
@@ -88,11 +93,11 @@ format: $(READY) ## format the code with ruff
 
 test-unit: $(READY) ## unit tests: no engine, no server
 	@echo "== unit tests"
-	@$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not long" tests/unit
+	@$(PYTEST) $(SHARED) 2 -m "unit $(NOT_LONG)" tests/unit
 
 test-system: $(READY) model ## system tests: real Redis, Celery, ZeroMQ and HTTP
 	@echo "== system tests"
-	@$(PYTEST) --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not long" tests/system
+	@$(PYTEST) $(SHARED) 4 -m "system $(NOT_LONG)" tests/system
 
 # The tests of the page drive Debian's browser. As root it is installed; otherwise the tests fail and say how to install it.
 .PHONY: browser
@@ -105,7 +110,7 @@ test-smoke: $(READY) browser ## a few browser tests of the page
 
 test-web: $(READY) browser ## browser tests of the page: Chromium against a real stack
 	@echo "== browser tests"
-	@$(PYTEST) --numprocesses 2 --dist loadfile -m "web and not long" tests/web
+	@$(PYTEST) $(SHARED) 2 -m "web $(NOT_LONG)" tests/web
 
 screenshots: $(READY) browser ## pictures of the page for docs/page.md
 	@$(BIN)/python tests/web/screenshots.py
@@ -114,14 +119,14 @@ screenshots: $(READY) browser ## pictures of the page for docs/page.md
 test-engine: $(READY) model ## engine tests: real vLLM on CPU
 	@echo "== engine tests"
 	@failed=0; \
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "not ranks and not long and not matrix" tests/engine || failed=1; \
-	$(PYTEST) -m "ranks and not long and not matrix" tests/engine || failed=1; \
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) $(SHARED) 2 -m "not ranks and not matrix and not packages $(NOT_LONG)" tests/engine $(if $(LONG),tests/long) || failed=1; \
+	$(PYTEST) -m "ranks and not matrix $(NOT_LONG)" tests/engine || failed=1; \
 	exit $$failed
 
 test-long: $(READY) model ## long tests: every block of the docs, attacks on other requests' numbers (ATTACK_SECONDS=600: ten minutes per dtype), …
 	@echo "== long tests"
 	@failed=0; \
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "long and not ranks and not packages" tests || failed=1; \
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) $(SHARED) 2 -m "long and not ranks and not packages" tests || failed=1; \
 	$(PYTEST) -m "long and ranks" tests/engine || failed=1; \
 	exit $$failed
 
@@ -129,7 +134,7 @@ test-long: $(READY) model ## long tests: every block of the docs, attacks on oth
 test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family and quantised format, and the smoke of vLLM versions; an hour
 	@echo "== matrix tests"
 	@failed=0; \
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) --numprocesses 2 --dist loadfile -m "matrix and not ranks" tests/engine || failed=1; \
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) $(SHARED) 2 -m "matrix and not ranks" tests/engine || failed=1; \
 	$(PYTEST) -m "matrix and ranks" tests/engine || failed=1; \
 	exit $$failed
 

@@ -24,11 +24,14 @@ settings.register_profile("repeatable", derandomize=True, database=None, deadlin
 settings.load_profile("repeatable")
 
 TESTS = Path(__file__).parent
-#: Where several processes share the tests these begin, so that none of them is left over in the end.
+#: Files that take minutes. Processes that share the tests begin with these, in this order, so that none is left with one at the end.
 LONGEST = (
     "test_site_triton.py", "test_site_reference.py",
-    "test_fault_gate.py", "test_netns.py", "test_up.py", "test_worker_faults.py", "test_api_faults.py", "test_worker_steering.py",
-    "test_client.py", "test_redis_users.py", "test_schemathesis.py",
+    "test_harvest_kills.py", "test_fault_gate.py", "test_netns.py", "test_up.py", "test_worker_faults.py", "test_api_faults.py",
+    "test_worker_steering.py", "test_client.py", "test_redis_users.py", "test_schemathesis.py",
+    "test_attack.py", "test_docs_pages.py", "test_attention.py", "test_fidelity.py", "test_patching_service.py",
+    "test_hooked_model.py", "test_wheel.py", "test_lora_service.py", "test_openai.py", "test_inspect.py",
+    "test_harvest.py", "test_service.py", "test_worker_processes.py",
 )  # fmt: skip
 #: Folders in the order in which they run.
 STAGES = ("unit", "system", "web", "engine", "faults", "long", "machines")
@@ -73,4 +76,9 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> "Iterator[FaultProxy]":
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(stage_of(item.path))
-    items.sort(key=lambda item: (STAGES.index(stage_of(item.path)), item.path.name not in LONGEST))
+
+    def turn(item: pytest.Item) -> tuple[int, int]:
+        name = item.path.name
+        return (-1, LONGEST.index(name)) if name in LONGEST else (STAGES.index(stage_of(item.path)), 0)
+
+    items.sort(key=turn)
