@@ -131,6 +131,12 @@ def chat(count: int, characters: int) -> bytes:
     return json.dumps({"model": MODEL, "messages": messages}).encode()
 
 
+def conversations(count: int, size: int) -> bytes:
+    """Conversations of about so many bytes, none of which are the same."""
+    texts = [f"{index} {words(size - 40)}" for index in range(count)]
+    return json.dumps({"model": MODEL, "messages": [[{"role": "user", "content": text}] for text in texts]}, separators=(",", ":")).encode()
+
+
 PATCH = {"layers": 0, "positions": [0], "source": {"zeros": True}}
 MODULE = f"/v1/steering/modules/m?model={MODEL}"
 ATTACKS = [
@@ -146,6 +152,9 @@ ATTACKS = [
     Attack("prompts, 250 × 30 kB", lambda: job(prompts=[words(30_000)] * 250)),
     Attack("prompts, 330 × 24 kB, the same", lambda: job(prompts=[words(24_000)] * 330)),
     Attack("prompts, 330 × 24 kB that differ", lambda: job(prompts=[f"{index} {words(24_000)}" for index in range(330)])),
+    Attack("prompts, 4,000 × 2 kB that differ", lambda: job(prompts=[f"{index} {words(1990)}" for index in range(4000)])),
+    Attack("conversations, 4,096 × 1.9 kB that differ", lambda: conversations(4096, 1900)),
+    Attack("conversations, 4,096 × 300 bytes that differ", lambda: conversations(4096, 300)),
     Attack("prompts, 4096 short", lambda: job(prompts=["hello there"] * 4096)),
     Attack("prompts, 7.9 MiB of empty ones", in_job("prompts", '""', FULL)),
     Attack("prompts, 7.9 MiB of token ids", lambda: job(prompts=[[7] * 8000] * (FULL // 16_100))),

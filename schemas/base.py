@@ -1,6 +1,7 @@
 """Base class and serialization of all records."""
 
 import time
+from array import array
 from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform
 
@@ -36,8 +37,15 @@ class Wire(msgspec.Struct, array_like=True, frozen=True):
     """
 
 
+def _plain(value: Any) -> Any:
+    """An `array` as a list: the only type beyond msgspec's own that we encode."""
+    if isinstance(value, array):
+        return value.tolist()
+    raise NotImplementedError
+
+
 _json_encoder = msgspec.json.Encoder()
-_msgpack_encoder = msgspec.msgpack.Encoder()
+_msgpack_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def to_json(value: Any) -> bytes:

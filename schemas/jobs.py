@@ -1,6 +1,7 @@
 """Jobs: request, states and transitions, result."""
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -153,7 +154,7 @@ class JobRequest(Adapted, kw_only=True):
 class StoredPrompt(Record, omit_defaults=True):
     """A prompt after tokenisation; the token ids are the truth from here on."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]  # the API keeps them as an `array`, which takes half the memory of a list
     text: str | None = None
     images: list[ImageRef] = []  # with them the prompt is stored as written: see `schemas.images`
 

@@ -5,6 +5,7 @@ Everything is checked here, against what the worker has published of its model, 
 
 import asyncio
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import anyio.to_thread
 import msgspec
 
 from ...schemas.base import now
+from ...schemas.chat import ChatMessage
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.handling import Handling, callback_of
 from ...schemas.images import digest_of
@@ -33,7 +35,7 @@ from .model_state import NOTHING, ModelState
 from .patches import runs_of
 from .probes import check_step, check_tokens
 from .readings import positions_asked, resolve_readings, with_token_ids
-from .request_parsing import ParsedPrompt, ParsedRequest
+from .request_parsing import ParsedPrompt, ParsedRequest, plain_messages
 from .steering import check_number, modules_named, resolve_edits
 from .tokenizer import INLINE_CHARACTERS, Codec, TooLong
 
@@ -81,7 +83,9 @@ async def tokenise(prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: Cod
             await asyncio.sleep(0)  # there may be thousands of short ones
             check_number_of_images(prompt.images, prompt.field, model)
             try:
-                ids, text = await codec.encode_chat([message for message in prompt.value if isinstance(message, dict)], prompt.rendering)
+                ids, text = await codec.encode_chat(
+                    plain_messages(message for message in prompt.value if isinstance(message, ChatMessage)), prompt.rendering
+                )
             except TooLong as error:
                 raise too_long(error, prompt.field, model) from None
             stored.append(StoredPrompt(token_ids=ids, text=text, images=placed(ids, prompt.images, prompt.field, model)))
@@ -89,7 +93,7 @@ async def tokenise(prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: Cod
             await asyncio.sleep(0)
             ids = [token for token in prompt.value if isinstance(token, int)]
             check_vocabulary(ids, prompt.field, model)
-            stored.append(StoredPrompt(token_ids=ids))
+            stored.append(StoredPrompt(token_ids=array("i", ids)))
     return stored
 
 

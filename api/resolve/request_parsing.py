@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from dataclasses import field as dataclass_field
 from typing import Any, Literal
 
 import msgspec
@@ -24,18 +23,18 @@ from .formats import format_of, rendering_of, structured, tool_use
 from .images import read_image
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ParsedPrompt:
     """A prompt before tokenisation: text, token ids or a conversation; `field` is where the user wrote it."""
 
     field: str
-    value: str | list[int] | list[PlainMessage]
-    images: list[bytes] = dataclass_field(default_factory=list)  # of a conversation, in its order
+    value: str | list[int] | Sequence[ChatMessage]
+    images: Sequence[bytes] = ()  # of a conversation, in its order
     rendering: Rendering = PLAIN  # of a conversation
 
     @property
     def is_conversation(self) -> bool:
-        return not isinstance(self.value, str) and bool(self.value) and isinstance(self.value[0], dict)
+        return not isinstance(self.value, str) and bool(self.value) and isinstance(self.value[0], ChatMessage)
 
 
 @dataclass(frozen=True)
@@ -216,7 +215,7 @@ def parse_conversation(at: str, messages: Sequence[ChatMessage]) -> ParsedPrompt
         for index, part in enumerate(message.content)
         if isinstance(part, ImagePart)
     ]
-    return ParsedPrompt(at, plain_messages(messages), images)
+    return ParsedPrompt(at, messages, images or ())
 
 
 #: Role → members of a message that belong to no other.

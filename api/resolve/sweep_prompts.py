@@ -76,7 +76,7 @@ async def _read_ids(pairs: Sequence[SweepPair], prompts: Sequence[ParsedPrompt],
     for prompt in prompts:
         if len(prompt.value) > model.max_model_len:
             raise too_long(TooLong(0, len(prompt.value)), prompt.field, model)
-    ids = [stored.token_ids for stored in await tokenise(prompts, model, codec)]
+    ids = [list(stored.token_ids) for stored in await tokenise(prompts, model, codec)]
 
     def spell() -> list[str]:
         texts: list[str] = []

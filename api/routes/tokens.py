@@ -41,7 +41,7 @@ async def tokenize(data: JSONBody[TokenizeRequest], request: JsonRequest) -> Res
     except TooLong as error:
         raise invalid("prompt" if data.messages is None else "messages", error.detail) from None
     words = await codec.read(prompt.token_ids, prompt.text, special_tokens=special_tokens)
-    return Response(Tokenized(count=len(ids), max_model_len=info.max_model_len, tokens=ids, token_strs=words))
+    return Response(Tokenized(count=len(ids), max_model_len=info.max_model_len, tokens=list(ids), token_strs=words))
 
 
 @post(

@@ -6,7 +6,7 @@ commands collect and leave as one group when an answer arrives: an idle system n
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import hiredis
@@ -25,6 +25,24 @@ _Serializer: Any = PythonRespSerializer  # without types
 LARGE = 1 << 16
 
 
+#: Bytes of a large argument that are sent at a time; in between, the process does other things.
+SLICE = 1 << 17
+
+
+class Parts:
+    """A large argument that is made part by part while it is sent, and is never in memory as a whole. `size`: bytes of all parts."""
+
+    def __init__(self, size: int, make: Callable[[], Iterable[bytes]]) -> None:
+        self._size, self._make = size, make
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._make())
+
+
+Piece = bytes | Parts
 Command = tuple[tuple[Any, ...], "asyncio.Future[Any]"]
 
 
@@ -88,12 +106,15 @@ class PipelinedRedis(redis.asyncio.Redis):
                 answer.set_result(found)
 
 
-def packed(commands: Iterable[tuple[Any, ...]], encoder: Any) -> list[bytes]:
+def packed(commands: Iterable[tuple[Any, ...]], encoder: Any) -> list[Piece]:
     """The commands in Redis' protocol, in pieces; a large argument is a separate piece, which is not copied."""
-    pieces: list[bytes] = []
+    pieces: list[Piece] = []
     small: list[bytes] = []
     for args in commands:
-        if any(isinstance(arg, (bytes, str)) and len(arg) > LARGE for arg in args):
+        if any(isinstance(arg, Parts) for arg in args):
+            pieces += [*small, *_with_parts(args, encoder)]
+            small = []
+        elif any(isinstance(arg, (bytes, str)) and len(arg) > LARGE for arg in args):
             pieces += [*small, *_Serializer(LARGE, encoder.encode).pack(*args)]
             small = []
         else:
@@ -102,13 +123,40 @@ def packed(commands: Iterable[tuple[Any, ...]], encoder: Any) -> list[bytes]:
     return [*pieces, b"".join(small)] if small else pieces
 
 
-async def _exchange(connection: Any, pieces: list[bytes], count: int) -> list[Any]:
+def _with_parts(args: tuple[Any, ...], encoder: Any) -> Iterator[Piece]:
+    head = b"*%d\r\n" % len(args)
+    for arg in args:
+        if isinstance(arg, Parts):
+            yield head + b"$%d\r\n" % len(arg)
+            yield arg
+            head = b"\r\n"
+        else:
+            raw = encoder.encode(arg)
+            head += b"$%d\r\n%b\r\n" % (len(raw), raw)
+    yield head
+
+
+async def _send(connection: Any, pieces: list[Piece]) -> None:
+    """Send large pieces in slices, so that neither the process nor its memory is full of them."""
+    if not any(isinstance(piece, Parts) or len(piece) > LARGE for piece in pieces):
+        await connection.send_packed_command(pieces)
+        return
+    check = True  # once, before the first slice
+    for piece in pieces:
+        for part in piece if isinstance(piece, Parts) else [piece]:
+            for start in range(0, len(part), SLICE):
+                await connection.send_packed_command([memoryview(part)[start : start + SLICE]], check_health=check)
+                check = False
+                await asyncio.sleep(0)
+
+
+async def _exchange(connection: Any, pieces: list[Piece], count: int) -> list[Any]:
     """Send `count` commands and read their answers, each within the connection's timeout. A failed command's answer is its error.
 
     This is redis-py's pipeline without the handling of commands that we do not group, which took half of the time.
     """
     answers: list[Any] = []
-    await connection.send_packed_command(pieces)
+    await _send(connection, pieces)
     try:
         async with asyncio.timeout(connection.socket_timeout):
             for _ in range(count):

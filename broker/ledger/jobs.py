@@ -202,7 +202,7 @@ class Ledger:
         The returned result survives a kill of Redis (`written`).
         """
         raw = {name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()}
-        [packed] = scripts.submit(self.settings, job, raw, pinned, idempotency, operators, request)
+        [packed] = scripts.submit(self.settings, job, await scripts.record(job), raw, pinned, idempotency, operators, request)
         size = len(packed)
         reply = await self._scripts.submit(args=[packed, await self._pressure.percent(size)])
         outcome, job_id = scripts.text(reply[:2])

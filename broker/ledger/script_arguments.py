@@ -20,4 +20,9 @@ def pack(at: float, **own: Any) -> list[bytes]:
 
 def binary(data: bytes) -> msgspec.Raw:
     """Bytes as a MessagePack string: Lua's cmsgpack knows no binary type, and its strings are bytes."""
-    return msgspec.Raw(b"\xdb" + len(data).to_bytes(4, "big") + data)
+    return msgspec.Raw(binary_head(len(data)) + data)
+
+
+def binary_head(size: int) -> bytes:
+    """What comes before `size` bytes of such a string."""
+    return b"\xdb" + size.to_bytes(4, "big")

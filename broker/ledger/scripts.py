@@ -5,8 +5,10 @@ are generated from `schemas`, the single source. The packers below are typed sig
 with many arguments; the others are called with `pack`.
 """
 
+import asyncio
+import itertools
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -18,7 +20,7 @@ from ...schemas.base import now, to_json, to_msgpack
 from ...schemas.errors import STATUS_OF_KIND, MidstreamError
 from ...schemas.harvest_work import HARVEST
 from ...schemas.harvests import OVER
-from ...schemas.jobs import TERMINAL, TRANSITIONS, Job, State
+from ...schemas.jobs import TERMINAL, TRANSITIONS, Job, State, StoredPrompt
 from ...schemas.keys import unscoped
 from ...schemas.limits import MAX_COUNT, MAX_PROBES, MAX_WATCHING
 from ...schemas.loras import use_of
@@ -33,8 +35,9 @@ from ...schemas.version import __version__
 from ..queue.celery_app import SEPARATOR, channels_of
 from ..queue.messages import SENT_CHANNEL, templates
 from . import script_arguments
+from .auto_pipeline import Parts
 from .dispatch import STEPS, URGENCY, cost_of
-from .script_arguments import binary
+from .script_arguments import binary, binary_head
 from .tenants import limits_of
 
 #: A job that has been queued this long without being claimed is searched for in the broker's lists.
@@ -177,17 +180,54 @@ def stored_tags(job: Job) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+#: A job with more characters and token ids than this is packed part by part, each part with about as many.
+PART = 1 << 16
+#: A job's record without prompts has this, and no text in it can: it is not UTF-8.
+_NO_PROMPTS = b"\xa7prompts\x90"
+
+
+def _weight(prompt: StoredPrompt) -> int:
+    return len(prompt.token_ids) + len(prompt.text or "")
+
+
+def _record(job: Job) -> Iterator[bytes]:
+    """`to_msgpack(job)` in parts."""
+    before, _, after = to_msgpack(msgspec.structs.replace(job, prompts=[])).partition(_NO_PROMPTS)
+    count = len(job.prompts)
+    part = [before, _NO_PROMPTS[:-1], to_msgpack([None] * count)[:-count]]  # the beginning of a list of so many
+    weight = 0
+    for prompt in job.prompts:
+        part.append(to_msgpack(prompt))
+        weight += _weight(prompt)
+        if weight >= PART:
+            yield b"".join(part)
+            part, weight = [], 0
+    yield b"".join([*part, after])
+
+
+async def record(job: Job) -> bytes | Parts:
+    """The job as it is stored. A large one is packed twice, to find its size and to send it, and is never in memory as a whole."""
+    if sum(map(_weight, job.prompts)) < PART:
+        return to_msgpack(job)
+    size = 0
+    for part in _record(job):
+        size += len(part)
+        await asyncio.sleep(0)
+    return Parts(size, lambda: _record(job))
+
+
 def submit(
     settings: Settings,
     job: Job,
+    spec: bytes | Parts,
     blobs: Mapping[str, bytes],
     pinned: Iterable[str],
     idempotency: tuple[str, str] | None,
     operators: Collection[str] = (),
     request: bytes = b"",
-) -> list[bytes]:
-    """Without the last argument: memory usage of Redis, in percent. `pinned`: blobs copied from pinned tensors. `operators`: tags
-    that its user did not request. `request`: its body as JSON; empty: it is not kept."""
+) -> list[bytes | Parts]:
+    """Without the last argument: memory usage of Redis, in percent. `spec`: the job as `record` gives it. `pinned`: blobs copied from
+    pinned tensors. `operators`: tags that its user did not request. `request`: its body as JSON; empty: it is not kept."""
     tags = stored_tags(job)
     key, body = idempotency or (None, None)
     run = None
@@ -195,10 +235,9 @@ def submit(
         run = Run(
             name=job.run, model=job.model, job=job.id, tag=tags[0], created=job.created, lora=use_of(job.lora), identity=job.identity
         )  # fmt: skip
-    return pack(
+    arguments = pack(
         settings,
         id=job.id,
-        spec=to_msgpack(job),
         created=repr(job.created),
         kind=job.kind,
         model=job.model,
@@ -229,7 +268,15 @@ def submit(
         files=bool(set(tags) - set(operators)) or (job.harvest is not None and job.harvest.role == "run"),
         limits=limits_of(settings),
         blobs=_tensors({**dict.fromkeys(pinned, b""), **blobs}),
+        spec=spec if isinstance(spec, bytes) else msgspec.Raw(b""),  # the last: large ones follow
     )
+    return [*arguments] if isinstance(spec, bytes) else [_followed(arguments[0], spec)]
+
+
+def _followed(packed: bytes, spec: Parts) -> Parts:
+    """The arguments, whose last is `spec`."""
+    head = packed + binary_head(len(spec))
+    return Parts(len(head) + len(spec), lambda: itertools.chain([head], spec))
 
 
 def claim(

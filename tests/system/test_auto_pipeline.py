@@ -10,7 +10,7 @@ import redis.asyncio
 import redis.exceptions
 from ledger_kit import settings_for
 
-from midstream.broker.ledger.auto_pipeline import GROUP_LIMIT, LARGE, packed
+from midstream.broker.ledger.auto_pipeline import GROUP_LIMIT, LARGE, Parts, packed
 from midstream.broker.ledger.jobs import Ledger
 
 
@@ -35,11 +35,14 @@ def test_pipelined_callers_get_their_own_answers(redis_url: str) -> None:
 
 def test_large_arguments_go_between_small_commands_and_change_no_answer(redis_url: str) -> None:
     large = "x" * 40 * LARGE
+    parts = Parts(len(large), lambda: [b"", *[b"x" * 2 * LARGE] * 20])
+    few = Parts(1, lambda: [b"a"])
 
     async def body(client: Any) -> None:
         await client.hset("sizes", mapping={large: "large", "a": "small"})
-        answers = await asyncio.gather(*(client.hget("sizes", name) for name in (large, "a", "none", large, large, "a")))
-        assert answers == [b"large", b"small", None, b"large", b"large", b"small"]
+        answers = await asyncio.gather(*(client.hget("sizes", name) for name in (large, "a", "none", parts, few, large, parts)))
+        assert answers == [b"large", b"small", None, b"large", b"small", b"large", b"large"]
+        assert await client.hget("sizes", few) == b"small"
         assert await client.hget("sizes", large) == b"large"
 
     with_client(redis_url, body)
@@ -49,9 +52,12 @@ def test_large_arguments_go_between_small_commands_and_change_no_answer(redis_ur
 def test_commands_are_packed_as_hiredis_does_without_empty_pieces(sizes: tuple[int, ...]) -> None:
     """asyncio's `writelines` of Python 3.12 and later never gets done with an empty piece."""
     commands = [("HGET", "key", "x" * size) for size in sizes]
-    pieces = packed(commands, redis.asyncio.Redis().get_encoder())
+    encoder, wanted = redis.asyncio.Redis().get_encoder(), b"".join(map(hiredis.pack_command, commands))
+    pieces = packed(commands, encoder)
     assert all(pieces)
-    assert b"".join(pieces) == b"".join(map(hiredis.pack_command, commands))
+    assert b"".join(pieces) == wanted
+    in_parts = packed([("HGET", "key", Parts(size, lambda size=size: [b"x" * size])) for size in sizes], encoder)
+    assert b"".join(b"".join(piece) for piece in [[piece] if isinstance(piece, bytes) else piece for piece in in_parts]) == wanted
 
 
 def test_a_pipelined_error_affects_only_its_command(redis_url: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 from ledger_kit import BOOT, IDENTITY, WORKER, claimed, make_job, open_ledger, outputs
 
@@ -14,7 +15,7 @@ from midstream.broker.ops import redis_server
 from midstream.schemas.base import now
 from midstream.schemas.compatibility import OLDEST_WIRE, WIRE
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Event, Job, State
+from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Event, Job, State, StoredPrompt
 from midstream.schemas.models import ModelInfo, WorkerInfo
 from midstream.schemas.tensors import Tensor, content_hash
 
@@ -447,3 +448,14 @@ def test_everything_accepted_survives_kill_9_of_redis(tmp_path: Path) -> None:  
                 again.stop()
 
     asyncio.run(main())
+
+
+def test_a_job_of_many_long_prompts_is_stored_as_it_is(redis_url: str) -> None:
+    async def scenario() -> None:
+        async with open_ledger(redis_url) as ledger:
+            job = make_job(prompts=0, metadata={"k": "v"})
+            job = msgspec.structs.replace(job, prompts=[StoredPrompt(token_ids=list(range(500)), text="x" * 2000)] * 1000)
+            await ledger.submit(job, {})
+            assert (await ledger.request(job.id))[0] == job
+
+    asyncio.run(scenario())

@@ -3,7 +3,8 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from array import array
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -22,8 +23,8 @@ PLAIN = make_codec(TEMPLATES["chatml"])
 BUNDLE = PLAIN._bundle
 
 
-def here(texts: list[str], special_tokens: bool) -> list[list[int]]:
-    return [found.ids.tolist() for found in PLAIN.encode_here(texts, special_tokens)]
+def here(texts: list[str], special_tokens: bool) -> list[Sequence[int]]:
+    return [array("i", found.ids.tobytes()) for found in PLAIN.encode_here(texts, special_tokens)]
 
 
 def use(check: Callable[[Helpers, Codec], Coroutine[Any, Any, None]], limit: int = LIMIT, bundle: Any = BUNDLE, **settings: Any) -> None:
