@@ -44,6 +44,8 @@ STATUS_OF_KIND: dict[str, int] = {
     "too_many_harvests": 429,  # the tenant has as many harvests that have not ended as it may
     "too_many_connections": 429,  # the tenant has as many requests open as it may
     "too_many_streams": 429,  # the tenant has as many event streams open as it may, or opens them too often
+    "too_many_sessions": 429,  # the key has as many sessions of the page as it may
+    "too_many_webhooks": 429,  # the tenant has as many webhooks that are not delivered as it may
     "capture_limit": 429,  # the tenant's captures and harvests take all the space that it may use
     "module_limit": 429,  # the tenant has as many named modules, or as large ones, as it may: it is to delete some
     "overloaded": 503,  # the queue, or Redis, is nearly full: nothing was accepted

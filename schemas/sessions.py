@@ -11,6 +11,8 @@ from .keys import KeyId, Scope
 MAX_LOGIN_KEY = 512
 #: How long a session lasts, in seconds, unless its key is revoked or expires before.
 SESSION_S = 12 * 3600
+#: Sessions of one key at a time.
+MAX_SESSIONS = 100
 
 
 class SessionRequest(Record):

@@ -210,6 +210,7 @@ class Settings(Record):
 
     # Webhooks
     webhook_allow_private: bool = False  # also call loopback, private and link-local addresses
+    webhook_pending_limit: Natural = 10_000  # deliveries of a tenant that are not over; then jobs with a callback get 429; 0: no limit
     webhook_timeout_s: Positive = 20.0
     webhook_log_ttl_s: Count = 7 * 24 * 3600  # how long the record of a delivery is kept
 

@@ -53,7 +53,7 @@ async def log_out(request: JsonRequest) -> Response[None]:
     """Also ends the streams that the session has open."""
     context = context_of(request)
     if (visit := await visit_of(request)) is not None:
-        await context.sessions.end(visit.caller.session)
+        await context.sessions.end(visit.caller.session, visit.session.key)
         context.key_watch.end(visit.caller.session)
     gone = Cookie(COOKIE, value="", path="/", httponly=True, samesite="strict", secure=_secure(request, context), max_age=0)
     return Response(None, status_code=204, cookies=[gone], headers=NO_STORE)

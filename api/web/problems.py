@@ -29,7 +29,8 @@ OPENAI_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models
 
 #: Kind → after how many seconds a client may try again.
 RETRY_AFTER_S = {
-    "unavailable": 1, "too_many_cells": 10, "too_many_jobs": 5, "too_many_harvests": 60, "capture_limit": 60, "rate_limited": 5,
+    "unavailable": 1, "too_many_cells": 10, "too_many_jobs": 5, "too_many_harvests": 60, "too_many_sessions": 60, "too_many_webhooks": 60,
+    "capture_limit": 60, "rate_limited": 5,
     "overloaded": 5,
 }  # fmt: skip
 

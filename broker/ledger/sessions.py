@@ -1,4 +1,7 @@
-"""Logins of the page: `ms:key-session:{name}` → packed `Session`, where `name` is the SHA-256 of the id that the browser has."""
+"""Logins of the page: `ms:key-session:{name}` → packed `Session`, where `name` is the SHA-256 of the id that the browser has.
+
+`ms:key-sessions:{key}` has the names of a key's sessions, by the time at which they end.
+"""
 
 import hashlib
 import re
@@ -9,11 +12,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...schemas.base import from_msgpack, now, to_msgpack
+from ...schemas.errors import MidstreamError
 from ...schemas.keys import Key
-from ...schemas.sessions import SESSION_S, Session
+from ...schemas.sessions import MAX_SESSIONS, SESSION_S, Session
 from .jobs import Ledger, reachable
 
-SESSION = "ms:key-session:"
+SESSION, SESSIONS = "ms:key-session:", "ms:key-sessions:"
 ID_BYTES = 32
 _ID = re.compile(r"[0-9a-f]{64}")
 
@@ -36,12 +40,22 @@ class Sessions:
 
     @reachable
     async def create(self, key: Key) -> NewSession:
-        """A session of `key`, which ends with it."""
+        """A session of `key`, which ends with it. Raises `too_many_sessions`."""
         at = now()
         expires = min(at + SESSION_S, key.expires or at + SESSION_S)
         session = Session(key=key.id, sha256=key.sha256, csrf=secrets.token_hex(ID_BYTES), created=at, expires=expires)
         session_id = secrets.token_hex(ID_BYTES)
-        await self._redis.set(f"{SESSION}{name_of(session_id)}", to_msgpack(session), px=max(1, int((expires - at) * 1000)))
+        name, names = name_of(session_id), f"{SESSIONS}{key.id}"
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.zremrangebyscore(names, "-inf", at).zadd(names, {name: expires}).zcard(names).expire(names, SESSION_S)
+            _, _, count, _ = await pipe.execute()
+        if count > MAX_SESSIONS:
+            await self._redis.zrem(names, name)
+            raise MidstreamError(
+                "too_many_sessions", f"sessions of this key: {MAX_SESSIONS}, the most that it may have at a time",
+                allowed="log out elsewhere, wait for a session to end, or use another key",
+            )  # fmt: skip
+        await self._redis.set(f"{SESSION}{name}", to_msgpack(session), px=max(1, int((expires - at) * 1000)))
         return NewSession(session_id, session)
 
     @reachable
@@ -62,5 +76,6 @@ class Sessions:
         return {name for name, raw in zip(asked, found, strict=True) if raw is not None}
 
     @reachable
-    async def end(self, name: str) -> None:
-        await self._redis.delete(f"{SESSION}{name}")
+    async def end(self, name: str, key_id: str) -> None:
+        async with self._redis.pipeline(transaction=True) as pipe:
+            await pipe.delete(f"{SESSION}{name}").zrem(f"{SESSIONS}{key_id}", name).execute()

@@ -29,6 +29,10 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "sweep_cells_waiting": ("too_many_cells", "cells of other sweeps, waiting or running: {used}; cells of this sweep: {more}"),
     "harvests": ("too_many_harvests", "harvests of tenant {tenant} that have not ended: {used}; the limit is {allowed}"),
     "harvests_kept": ("too_many_harvests", "harvests of tenant {tenant} that are kept: {used}; the limit is {allowed}"),
+    "webhooks_pending": (
+        "too_many_webhooks",
+        "webhooks of tenant {tenant} that are not delivered: {used}; the limit is {allowed} (setting webhook_pending_limit)",
+    ),
     "capture_mib": ("capture_limit", "the captures and harvests of tenant {tenant} use {used} MiB; the limit is {allowed} MiB"),
     "modules": ("module_limit", "named modules of tenant {tenant}: {used}; the limit is {allowed}"),
     "module_mib": ("module_limit", "with this module of {more} MiB, tenant {tenant} exceeds its limit of {allowed} MiB of named modules"),
@@ -36,6 +40,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "tokens_per_minute": ("rate_limited", "tenant {tenant} may submit {allowed} tokens per minute and has used {used}"),
 }
 ALLOWED: dict[str, str] = {
+    "webhooks_pending": "wait, mend the receiver, or leave `callback_url` out",
     "sweep_cells": "{allowed} in total: retry when some have finished, or request fewer cells",
     "sweep_cells_waiting": "{allowed} in total (setting sweep_cells_waiting): retry when some have finished, or request fewer cells",
     "harvests_kept": "delete some that have ended (DELETE /v1/harvests/<harvest>)",
@@ -60,6 +65,7 @@ def limits_of(settings: Settings) -> dict[str, int]:
     return {
         **own,
         "queue_limit": settings.queue_limit,
+        "webhooks_pending": settings.webhook_pending_limit,
         "sweep_cells_waiting": settings.sweep_cells_waiting,
         "redis_fill": round(100 * settings.redis_fill_limit),
         "harvests_kept": MAX_HARVESTS_KEPT,

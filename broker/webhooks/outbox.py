@@ -19,7 +19,7 @@ from ..ledger import views
 from ..ledger.jobs import Ledger, reachable
 from ..ledger.script_arguments import ARGUMENTS, pack
 
-SCRIPTS = ("hooks_lease", "hooks_settle", "hooks_redeliver", "hooks_clean")
+SCRIPTS = ("hooks_lease", "hooks_settle", "hooks_redeliver", "hooks_clean", "hooks_clamp")
 #: One lane (a tenant's receivers at one host) has this many deliveries under way at most, once it is known to answer well.
 LANE_ROOM = 16
 #: An answer that took longer than this many seconds does not raise the receiver's concurrency.
@@ -28,6 +28,10 @@ QUICK_S = 2.0
 LANES_SCANNED = 20_000
 #: Attempts that are kept of a delivery: more than the ladder has, for those sent again by hand.
 ATTEMPTS_KEPT = 50
+#: Disabled receivers that are kept for a tenant; the oldest make room.
+OFF_KEPT = 1000
+#: Deliveries looked at by one script after the clock has gone back.
+CLAMPED_AT_ONCE = 500
 #: Deliveries read per query while filling a filtered page, and in total for one page.
 PAGE_CHUNK, PAGE_SCAN = 100, 2000
 
@@ -97,11 +101,22 @@ class WebhookOutbox:
         Returns the state after it, `stale` when somebody else has the delivery by now, `unknown` when it is gone.
         """
         well = state == "delivered" and attempt.seconds <= QUICK_S
+        at = self.clock()
         arguments = pack(
-            self.clock(), id=loan.id, token=loan.token, verdict=state, attempt=to_json(attempt), due=repr(again or 0.0),
-            kept=ATTEMPTS_KEPT, well=well, most=LANE_ROOM,
+            at, id=loan.id, token=loan.token, verdict=state, attempt=to_json(attempt), due=repr(again or 0.0),
+            pause=repr(max(0.0, (again or 0.0) - at)), off_kept=OFF_KEPT, kept=ATTEMPTS_KEPT, well=well, most=LANE_ROOM,
         )  # fmt: skip
         return cast(str, (await self._scripts["hooks_settle"](args=arguments)).decode())
+
+    @reachable
+    async def clamp(self, lease_s: float) -> int:
+        """Make deliveries due within their own pause from now, after the clock has gone back; returns how many were due later."""
+        at = self.clock()
+        ids = [name.decode() for name in await self._redis.zrangebyscore("ms:hooks", f"({at!r}", "+inf")]
+        moved = 0
+        for first in range(0, len(ids), CLAMPED_AT_ONCE):
+            moved += int(await self._scripts["hooks_clamp"](args=pack(at, ids=ids[first : first + CLAMPED_AT_ONCE], lease=lease_s)))
+        return moved
 
     @reachable
     async def clean(self, ttl_s: float, limit: int = 1000) -> int:
@@ -210,6 +225,7 @@ class WebhookOutbox:
         """Send to this receiver of the tenant again. Raises not_found when it is not disabled."""
         if not await self._redis.hdel("ms:hook-off", f"{tenant}|{url}"):
             raise MidstreamError("not_found", f"{url} is not disabled", field="url")
+        await self._redis.zrem(f"ms:hook-off-urls:{tenant}", url)
 
 
 def not_found(delivery_id: str) -> MidstreamError:

@@ -6,6 +6,7 @@ simulated clock see `clock_of` (a whole process) and `Sender.round` (inside a te
 
 import asyncio
 import logging
+import math
 import random
 import re
 import time
@@ -36,6 +37,8 @@ POLL_S = 0.2
 LEASE_SPARE_S = 10.0
 #: How often what was settled long ago is forgotten and the outbox's depth is measured, in seconds.
 HOUSEKEEPING_S = 5.0
+#: Seconds by which the clock may fall behind between two looks at it before it counts as set back.
+SET_BACK_S = 1.0
 #: Seconds that attempts under way have to end when the sender is stopped; what does not is sent again.
 STOP_S = 3.0
 GONE = 410
@@ -65,6 +68,7 @@ class Sender:
         self._ttl_s = settings.webhook_log_ttl_s
         self._chance = chance or random.Random()
         self._under_way: dict[asyncio.Task[None], str] = {}
+        self._ahead = math.inf  # seconds by which the outbox's clock was ahead of the monotonic one; before a first look: as if set back
 
     @classmethod
     def over(cls, ledger: Ledger, clock: Callable[[], float] | None = None) -> "Sender":
@@ -133,6 +137,7 @@ class Sender:
         free = SLOTS - len(self._under_way)
         if not free:
             return 0
+        await self._notice_clock()
         loans = await self._outbox.lend(free, TENANT_SLOTS, self._lease_s, Counter(self._under_way.values()))
         owners = {(loan.tenant, loan.key) for loan in loans}
         secrets = {owner: [known.secret for known in (await self._secrets.of(*owner)).secrets] for owner in owners}
@@ -141,6 +146,13 @@ class Sender:
             self._under_way[task] = loan.tenant
             task.add_done_callback(self._ended)
         return len(loans)
+
+    async def _notice_clock(self) -> None:
+        """What is due by a clock that was set back, now or while no sender ran, is not sent as late as the clock was set back."""
+        ahead = self._outbox.clock() - time.monotonic()
+        if ahead < self._ahead - SET_BACK_S and (moved := await self._outbox.clamp(self._lease_s)):
+            log.warning("the clock was set back: %d webhooks are due earlier", moved)
+        self._ahead = ahead
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._under_way[task]

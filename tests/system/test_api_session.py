@@ -19,9 +19,12 @@ from midstream.api.__main__ import trusted_proxies
 from midstream.api.routes.session import MAX_BODY
 from midstream.api.web.auth import COOKIE, CSRF_HEADER
 from midstream.api.web.wrong_keys import WRONG_PER_MINUTE
-from midstream.broker.ledger.sessions import SESSION, name_of
+from midstream.broker.ledger import sessions
+from midstream.broker.ledger.sessions import SESSION, SESSIONS, Sessions, name_of
 from midstream.broker.ops.redis_server import RedisServer
 from midstream.schemas.base import from_msgpack, now, to_msgpack
+from midstream.schemas.errors import MidstreamError
+from midstream.schemas.keys import CreatedKey, Key
 from midstream.schemas.sessions import MAX_LOGIN_KEY, SESSION_S, Session
 from midstream.schemas.settings import Settings, SettingsError
 
@@ -130,6 +133,30 @@ def test_a_login_that_is_too_large_is_refused(api: Api, hand: Hand, chunked: boo
     body: Any = iter([content[:100], content[100:]]) if chunked else content
     answer = httpx.post(f"{api.url}/session", content=body, headers={"Content-Type": "application/json", **HERE}, timeout=LONG_S)
     assert problem(answer, 413)["type"] == "urn:midstream:payload_too_large"
+
+
+def test_the_sessions_of_a_key_are_limited(api: Api, hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have ended make room. (As the API of a process: the limit of the other one is too many logins for a test.)"""
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
+    key, other = (Caller(api, hand, "ada").key for _ in range(2))
+    stored, made = Sessions(hand.ledger), []
+
+    def create(created: CreatedKey) -> None:
+        packed = hand.do(hand.ledger.redis.hget("ms:keys", created.id))
+        made.append(hand.do(stored.create(from_msgpack(packed, Key))))
+
+    for _ in range(3):
+        create(key)
+    with pytest.raises(MidstreamError) as refused:
+        create(key)
+    assert (refused.value.kind, refused.value.status) == ("too_many_sessions", 429)
+    create(other)
+    hand.do(stored.end(str(name_of(made[0].id)), key.id))
+    create(key)
+    hand.do(hand.ledger.redis.zadd(f"{SESSIONS}{key.id}", {str(name_of(made[1].id)): now() - 1}))
+    create(key)
+    with pytest.raises(MidstreamError):
+        create(key)
 
 
 @pytest.mark.parametrize(("proxies", "counted"), [("", "all"), ("127.0.0.1, 10.0.0.0/8", "each")])

@@ -20,6 +20,7 @@ from standardwebhooks.webhooks import WebhookVerificationError
 
 from midstream.broker.ledger.jobs import Ledger
 from midstream.broker.ops import redis_server
+from midstream.broker.webhooks import outbox
 from midstream.broker.webhooks.http import CheckedBackend, NoAnswer, Poster, TargetRefused
 from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.broker.webhooks.schedule import LADDER_S
@@ -295,6 +296,79 @@ def test_a_receiver_that_answers_410_gets_no_delivery_until_it_is_enabled(redis_
             await made.sender.round()
             assert receiver.at("/hook")[-1].id == delivery.id
             assert (await made.outbox.delivery(delivery.id)).state == "delivered"
+
+    asyncio.run(main())
+
+
+def test_the_disabled_receivers_of_a_tenant_are_bounded(redis_url: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest make room, and are disabled again when they answer the same."""
+    monkeypatch.setattr(outbox, "OFF_KEPT", 3)
+    paths = [f"/hook/{number}" for number in range(5)]
+    receiver.replies = {path: [(410, {}, b"")] for path in paths}
+
+    async def main() -> None:
+        async with service(redis_url) as made:
+            for path in paths:
+                await made.job(receiver.url(path))
+                await made.sender.round()
+            disabled = [receiver.url(path) for path in paths[2:]]
+            assert [endpoint.url for endpoint in await made.outbox.disabled("default")] == disabled
+            await made.outbox.enable("default", disabled[0])
+            await made.job(receiver.url(paths[0]))
+            await made.sender.round()
+            assert {endpoint.url for endpoint in await made.outbox.disabled(None)} == {receiver.url(paths[0]), *disabled[1:]}
+            assert await made.ledger.redis.zcard("ms:hook-off-urls:default") == 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_clock_that_is_set_back_delays_no_webhook(redis_url: str, receiver: Receiver, restarted: bool) -> None:
+    """Neither a retry, nor a new delivery, nor one that was lent to a sender that is gone."""
+    receiver.replies["/retried"] = [(500, {}, b""), OK]
+
+    async def main() -> None:
+        async with service(redis_url) as made:
+            await made.job(receiver.url("/retried"))
+            await made.sender.round()
+            await made.job(receiver.url("/lost", "localhost"))  # another lane
+            assert len(await made.outbox.lend(1, 1, 30.0, {})) == 1
+            made.ahead = 100.0
+            await made.job(receiver.url("/new"))
+            made.ahead = -7200.0
+            if restarted:
+                made.sender = Sender(made.outbox, made.secrets, made.poster, made.ledger.settings)
+            await made.sender.round()
+            assert len(receiver.at("/new")) == 1
+            made.ahead += 40.0  # a pause of at most 6 s, and a lease of 30
+            await made.sender.round()
+            assert [len(receiver.at(path)) for path in ("/retried", "/lost")] == [2, 1]
+            assert (await made.outbox.depth())[0] == 0
+
+    asyncio.run(main())
+
+
+def test_the_pending_webhooks_of_a_tenant_are_limited(redis_url: str, receiver: Receiver) -> None:
+    """Beyond, jobs that would send more are refused, and others are not."""
+    receiver.replies["/hook"] = [(500, {}, b""), OK]
+
+    async def main() -> None:
+        async with service(redis_url, webhook_pending_limit=2) as made:
+            for _ in range(2):
+                await made.job(receiver.url())
+            with pytest.raises(MidstreamError) as refused:
+                await made.job(receiver.url())
+            assert (refused.value.kind, refused.value.status) == ("too_many_webhooks", 429)
+            assert "the limit is 2 (setting webhook_pending_limit)" in refused.value.detail
+            await made.job(receiver.url(), tenant="other")
+            await made.ledger.submit(make_job(), {})
+            await made.sender.round()  # one is delivered, another is to be sent again
+            await made.job(receiver.url())
+            await made.run_out()
+            assert await made.ledger.redis.keys("ms:hook-pending:*") == []
+            [delivery, *_] = (await made.outbox.deliveries("default")).deliveries
+            await made.outbox.redeliver(delivery.id)
+            assert await made.ledger.redis.scard("ms:hook-pending:default") == 1
 
     asyncio.run(main())
 

@@ -2,15 +2,21 @@
 -- calls `announce`, and above the outbox's own scripts (`hooks_….lua`); the only argument available here is `at`.
 --   ms:hook:{id}            hash: a delivery, with all that its body needs; ms:hook-log:{id}: its latest attempts as JSON
 --   ms:hooks                zset: ids of all pending deliveries, by due time
+--   ms:hook-pending:{tenant} set: a tenant's pending ids
 --   ms:hook-lanes           zset: lanes (a tenant's receivers at one host), by the time of their next delivery
 --   ms:hook-lane:{lane}     zset: its pending ids that no sender holds, by due time
 --   ms:hook-busy:{lane}     zset: its ids that are being sent, by end of lease
 --   ms:hook-room            hash: lane -> number of concurrent deliveries
 --   ms:hook-index           zset: all ids by creation; ms:hook-index:{tenant}: a tenant's; ms:hook-job:{job}: set of a job's
 --   ms:hook-done            zset: settled deliveries, by time
---   ms:hook-off             hash: tenant|url -> time at which this receiver was disabled
+--   ms:hook-off             hash: tenant|url -> time at which this receiver was disabled; ms:hook-off-urls:{tenant}: zset, by time
 
 local HOOK_FIRST_ROOM = 4 -- of a lane without history
+
+-- The tenant of a lane.
+local function hook_owner(lane)
+  return string.match(lane, '^([^|]*)')
+end
 
 local function hook_lane(tenant, url)
   return tenant .. '|' .. string.lower(string.match(url, '^%a+://([^/?#]*)') or '')
@@ -43,6 +49,7 @@ end
 local function hook_put(id, lane, at)
   redis.call('HSET', 'ms:hook:' .. id, 'state', 'pending', 'next', at)
   redis.call('ZADD', 'ms:hooks', at, id)
+  redis.call('SADD', 'ms:hook-pending:' .. hook_owner(lane), id)
   redis.call('ZADD', 'ms:hook-lane:' .. lane, at, id)
   hook_plan(lane)
 end

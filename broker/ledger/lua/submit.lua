@@ -22,6 +22,7 @@ local function over_limit(limits)
     {'jobs_in_flight', jobs, 1, 1},
     {'sweep_cells', cells, args.cells, 1},
     {'sweep_cells_waiting', all_cells, args.cells, 1},
+    {'webhooks_pending', args.callback and redis.call('SCARD', 'ms:hook-pending:' .. tenant), args.callback and 1 or 0, 1},
     {'capture_mib', bytes, args.files and 1 or 0, MIB}, -- their size is unknown in advance: accepted until the limit is reached
   }) do
     local name, used, more, unit = unpack(check)

@@ -5,15 +5,12 @@
 local limit, share, has = args.limit, args.share, args.under_way
 local LANES_AT_ONCE = 1000
 local lent = {}
-local function owner(lane)
-  return string.match(lane, '^([^|]*)')
-end
 -- Lanes of tenants that have used up their share are skipped, so that they do not block others.
 local lanes, looked, taken = {}, 0, {}
 repeat
   local due = redis.call('ZRANGEBYSCORE', 'ms:hook-lanes', '-inf', now, 'LIMIT', looked, LANES_AT_ONCE)
   for _, lane in ipairs(due) do
-    local tenant = owner(lane)
+    local tenant = hook_owner(lane)
     taken[tenant] = taken[tenant] or has[tenant] or 0
     if taken[tenant] < share then
       taken[tenant] = taken[tenant] + 1
@@ -23,7 +20,7 @@ repeat
   looked = looked + #due
 until #due < LANES_AT_ONCE or #lanes >= LANES_AT_ONCE or looked >= args.scan
 for _, lane in ipairs(lanes) do
-  local tenant = owner(lane)
+  local tenant = hook_owner(lane)
   local waiting, busy = 'ms:hook-lane:' .. lane, 'ms:hook-busy:' .. lane
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', busy, '-inf', now)) do -- its sender is gone
     redis.call('ZREM', busy, id)

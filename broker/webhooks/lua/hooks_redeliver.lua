@@ -12,6 +12,7 @@ if redis.call('HEXISTS', 'ms:hook-off', tenant .. '|' .. url) == 1 then
 end
 if not lease then -- otherwise it is being sent
   redis.call('HSET', hook, 'tries', 0)
+  redis.call('HDEL', hook, 'pause')
   redis.call('ZREM', 'ms:hook-done', id)
   hook_put(id, hook_lane(tenant, url), args.at)
 end

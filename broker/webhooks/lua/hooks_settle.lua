@@ -1,6 +1,6 @@
 -- Record the outcome of a delivery attempt.
 -- args: id, token (of the lease), verdict ('delivered' | 'pending' (again later) | 'failed' | 'disabled' | 'refused'), attempt (JSON),
---       due (when it is due again), kept (attempts kept), well (whether the response was quick and successful), most (concurrently)
+--       due (when it is due again), pause (seconds until then), off_kept (disabled receivers kept for a tenant), kept (attempts kept), well (whether the response was quick and successful), most (concurrently)
 -- returns 'unknown' | 'stale' (another sender has it, or it is settled: the attempt is still logged) | the new state
 local id, verdict = args.id, args.verdict
 local hook = 'ms:hook:' .. id
@@ -23,11 +23,17 @@ if verdict == 'pending' then
   redis.call('HINCRBY', hook, 'tries', 1)
   redis.call('HDEL', hook, 'lease')
   redis.call('ZREM', 'ms:hook-busy:' .. lane, id)
+  redis.call('HSET', hook, 'pause', args.pause)
   hook_put(id, lane, args.due)
   return verdict
 end
 if verdict == 'disabled' then
   redis.call('HSETNX', 'ms:hook-off', tenant .. '|' .. url, args.at)
+  local urls = 'ms:hook-off-urls:' .. tenant
+  redis.call('ZADD', urls, 'NX', args.at, url)
+  for _ = args.off_kept + 1, redis.call('ZCARD', urls) do -- the oldest is tried again, and answers the same
+    redis.call('HDEL', 'ms:hook-off', tenant .. '|' .. redis.call('ZPOPMIN', urls)[1])
+  end
 end
 hook_end(id, lane, verdict)
 hook_plan(lane)
