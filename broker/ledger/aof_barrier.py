@@ -15,6 +15,7 @@ from typing import Any
 import redis.exceptions
 
 from ..ops.redis_availability import PROBE_KEY
+from ..ops.redis_durability import refuse_lossy
 from ..ops.replicas import AsyncReplicas, Holders, Replicas, holders
 
 #: Seconds between two polls while a sync is running.
@@ -41,8 +42,10 @@ class Barrier:
     `replicas` they then have to ask whether those in `holders` suffice.
     """
 
-    def __init__(self, replicas: Replicas | None = None) -> None:
+    def __init__(self, replicas: Replicas | None = None, lossy: bool = False) -> None:
+        """`lossy`: whether a Redis without a log will do."""
         self._replicas = replicas
+        self._lossy = lossy
         self._base = self._size = -1
         self._written: dict[str, int] = {}  # id of a history of writes → how far it had come when it was first asked
         self.holders = Holders("", 0, 0, frozenset())
@@ -57,7 +60,10 @@ class Barrier:
         pipe.info("persistence")
 
     def passed(self, *answers: Any) -> bool:
-        """Whether everything confirmed before the first answers passed here is written. `answers`: to `ask`, in order."""
+        """Whether everything confirmed before the first answers passed here is written. `answers`: to `ask`, in order.
+
+        Raises LossyRedis for a Redis without a log.
+        """
         if self._replicas is not None:
             server, _, before, confirmed, after, _ = answers[-6:]
             if before["role"] != "master" or before["master_replid"] != after["master_replid"]:
@@ -75,6 +81,7 @@ class Barrier:
         """
         if persistence.get("loading"):  # a restarted Redis: its log counts as off meanwhile
             return False
+        refuse_lossy(persistence, self._lossy)
         if not persistence.get("aof_enabled") or not persistence["aof_buffer_length"]:
             return True
         if not persistence["aof_pending_bio_fsync"] and persistence["aof_last_write_status"] == "ok":
@@ -94,8 +101,9 @@ def persistence_in(info: bytes) -> dict[str, Any]:
 class AofBarrier:
     """The barrier over a redis.asyncio client: `await barrier()`. Belongs to the client's event loop."""
 
-    def __init__(self, client: Any, replicas: int = 0) -> None:
+    def __init__(self, client: Any, replicas: int = 0, lossy: bool = False) -> None:
         self._client = client
+        self._lossy = lossy
         self._replicas = AsyncReplicas(client, replicas) if replicas else None
         self._run = ""  # id of the Redis process that answered last
         self._asking = asyncio.Lock()
@@ -105,7 +113,7 @@ class AofBarrier:
         """Wait until everything confirmed so far is written. Concurrent callers share one query.
 
         Raises redis.RedisError: a TimeoutError if Redis cannot write or has too few replicas, a ConnectionError if it was restarted or
-        failed over meanwhile: then it is unknown whether what it had confirmed still exists.
+        failed over meanwhile: then it is unknown whether what it had confirmed still exists; LossyRedis if its log is switched off.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._wait(time.monotonic(), self._run), name="midstream-aof-barrier")
@@ -116,7 +124,7 @@ class AofBarrier:
         async with self._asking:
             self._next = None  # the query is sent now: later callers need another
             deadline = time.monotonic() + PATIENCE_S
-            barrier = Barrier(self._replicas)
+            barrier = Barrier(self._replicas, self._lossy)
             while True:
                 pause = PAUSE_S
                 if barrier.passed(*await self._answers(barrier, since, run)):

@@ -131,8 +131,8 @@ class Ledger:
         self.redis: Any = client  # redis-py types each answer as the union of all that it can be configured to return
         self.settings = settings
         self.tenants = Tenants(self.redis, settings)
-        self._pressure = MemoryPressure(self.redis)
-        self._written = AofBarrier(self.redis, settings.redis_replicas)
+        self._pressure = MemoryPressure(self.redis, settings.redis_allow_lossy)
+        self._written = AofBarrier(self.redis, settings.redis_replicas, settings.redis_allow_lossy)
         self._scripts = scripts.Scripts(client)
         self._models: dict[str, tuple[bytes, ModelInfo]] = {}  # as stored, and decoded
         self._result: Any = client.register_script(RESULT)
@@ -391,7 +391,8 @@ class Ledger:
         view = views.view(job_id, values, self.settings)
         if view is None:
             raise not_found(job_id)
-        written = not self.settings.redis_replicas and Barrier().passed(persistence_in(persistence))  # a script cannot await replicas
+        # A script cannot await replicas. Results are answered without a log too: only what is confirmed needs one.
+        written = not self.settings.redis_replicas and Barrier(lossy=True).passed(persistence_in(persistence))
         if view.state is State.EXPIRED or view.kind == "sweep":
             return Outcome(view, written=written)
         return Outcome(view, views.result(view, values, outputs, receipts, self.settings), written)

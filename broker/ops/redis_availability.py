@@ -28,6 +28,10 @@ PROBE_KEY = "ms:probe"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
+class LossyRedis(redis.exceptions.ConnectionError):
+    """Redis may lose what it confirms, by a change of its configuration: nothing is accepted meanwhile."""
+
+
 def is_absence(error: BaseException) -> bool:
     """Whether Redis is unreachable, loading, read-only, full, unable to write or in a long script: the request is not at fault."""
     if isinstance(error, _CLASSES):
@@ -37,6 +41,8 @@ def is_absence(error: BaseException) -> bool:
 
 def words(error: BaseException) -> str:
     """The error's text for users."""
+    if isinstance(error, LossyRedis):
+        return str(error)
     if trouble := disk_trouble(str(error)):
         return f"{trouble}: Redis cannot write its log"
     return f"the job ledger is not reachable: {error}"

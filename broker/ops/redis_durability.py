@@ -16,7 +16,7 @@ import redis
 
 from ...schemas.settings import SENTINEL_SCHEMES, Settings, SettingsError
 from . import redis_open
-from .redis_availability import is_absence
+from .redis_availability import LossyRedis, is_absence
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +29,23 @@ PROGRESS_S, STALLED_S = 10.0, 60.0
 
 
 def dangers(info: dict[str, Any]) -> list[str]:
-    """Why a Redis that answers INFO like this may forget jobs; empty when it does not."""
+    """Why a Redis that answers INFO like this may forget jobs; empty when it does not. `info`: also a section of it alone."""
     found = []
-    if not info.get("aof_enabled"):
+    if not info.get("aof_enabled", True):
         found.append("it has no append-only file (`CONFIG SET appendonly yes`)")
-    if (policy := info.get("maxmemory_policy")) != "noeviction":
+    if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
         found.append(f"it evicts keys when full: maxmemory-policy is {policy} (`CONFIG SET maxmemory-policy noeviction`)")
     return found
+
+
+def refuse_lossy(info: dict[str, Any], allowed: bool) -> None:
+    """Raise LossyRedis for a Redis that was durable when this process began, and is not any more, unless that is `allowed`."""
+    if not allowed and (found := dangers(info)):
+        raise LossyRedis(f"{_refusal(found)}; nothing is accepted until then")
+
+
+def _refusal(found: list[str]) -> str:
+    return f"this Redis may lose accepted jobs: {'; '.join(found)}; set MIDSTREAM_REDIS_ALLOW_LOSSY=true to allow this"
 
 
 def require(settings: Settings, end: Callable[[int], object] = os._exit) -> None:
@@ -90,9 +100,7 @@ def _decide(settings: Settings, load: Load) -> bool:
         return False  # the append-only file counts as off while it is loaded
     found = dangers(info)
     if found and not settings.redis_allow_lossy:
-        raise SettingsError(
-            f"redis_url: this Redis may lose accepted jobs: {'; '.join(found)}; set MIDSTREAM_REDIS_ALLOW_LOSSY=true to allow this"
-        )
+        raise SettingsError(f"redis_url: {_refusal(found)}")
     if found:
         log.warning("redis_allow_lossy is set; this Redis may lose accepted jobs: %s", "; ".join(found))
     return True

@@ -118,13 +118,15 @@ class Relay:
         allow_remote: bool = False,
         curve: ServerKeys | None = None,
         replicas: int = 0,
+        lossy: bool = False,
     ):
-        """Binds at once; port 0 or `*` takes a free one, see `endpoint`.
+        """Binds at once; port 0 or `*` takes a free one, see `endpoint`. `lossy`: whether a Redis without a log will do.
 
         Raises SettingsError when `url` is no address, is off loopback without `curve` or `allow_remote`, or is taken.
         """
         self._settler = settler
         self._redis = redis_client
+        self._lossy = lossy
         self._replicas = Replicas(redis_client, replicas) if redis_client is not None and replicas else None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -284,7 +286,7 @@ class Relay:
         They are read again on the connection that confirms the write, because Redis may have restarted since. Empty if Redis is
         unreachable or cannot write: no outbox is answered then, and each asks again.
         """
-        deadline, barrier = time.monotonic() + PATIENCE_S, Barrier(self._replicas)
+        deadline, barrier = time.monotonic() + PATIENCE_S, Barrier(self._replicas, self._lossy)
         try:
             while True:
                 with client.pipeline(transaction=False) as pipe:
@@ -430,7 +432,9 @@ def run(settings: Settings) -> None:
     gc.set_threshold(GC_OBJECTS)
     client = connect_redis(settings.redis_url)
     settler, curve = Settler(client, settings), server_keys(settings)
-    relay = Relay(settler, settings.relay_url, client, settings.relay_allow_remote, curve, settings.redis_replicas)
+    relay = Relay(
+        settler, settings.relay_url, client, settings.relay_allow_remote, curve, settings.redis_replicas, settings.redis_allow_lossy
+    )
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         relay.stop()

@@ -1,5 +1,6 @@
 """Is a Redis that may lose accepted jobs refused by every process that relies on it?"""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -9,10 +10,15 @@ from pathlib import Path
 
 import pytest
 import redis
+from ledger_kit import make_job, open_ledger
 from ports import free_port
+from receipt_rig import Jobs, RelayProcess, once_each, receipt
 from stack import MODULES, Stack
 
+from midstream.broker.ledger import memory_pressure
 from midstream.broker.ops import redis_durability, redis_server
+from midstream.broker.receipts.outbox import Outbox
+from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings, SettingsError, to_environment
 
 #: Commands in a log that is loaded slowly, and how long that takes: longer than the processes need for their start.
@@ -72,6 +78,50 @@ def test_an_unreachable_redis_is_checked_later(tmp_path: Path, monkeypatch: pyte
 
 def test_a_durable_redis_is_accepted(redis_url: str) -> None:
     redis_durability.require(Settings(redis_url=redis_url))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"), [("appendonly", "no", "yes"), ("maxmemory-policy", "allkeys-lru", "noeviction")], ids=["log", "eviction"]
+)
+def test_a_redis_that_is_made_lossy_accepts_no_job_until_it_is_durable_again(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, name: str, wrong: str, right: str
+) -> None:
+    monkeypatch.setattr(memory_pressure, "LOOK_S", 0.0)
+
+    async def main() -> None:
+        async with open_ledger(redis_url) as ledger:
+            await ledger.submit(make_job(), {})
+            await ledger.redis.config_set(name, wrong)
+            try:
+                with pytest.raises(MidstreamError, match="may lose accepted jobs") as refused:
+                    await ledger.submit(make_job(), {})
+                assert refused.value.kind == "unavailable"
+                assert f"CONFIG SET {name} {right}" in refused.value.detail
+                async with open_ledger(redis_url, redis_allow_lossy=True) as other:
+                    await other.submit(make_job(), {})
+            finally:
+                await ledger.redis.config_set(name, right)
+            await ledger.submit(make_job(), {})
+
+    asyncio.run(main())
+
+
+def test_receipts_are_not_acknowledged_while_redis_has_no_log(redis_url: str, tmp_path: Path) -> None:
+    jobs = Jobs(redis_url)
+    relay = RelayProcess(redis_url, tmp_path / "relay.log")
+    (job,) = jobs.claim(1, 1)
+    with redis.Redis.from_url(redis_url) as client, Outbox(tmp_path, "w", 0, relay.url) as outbox:
+        try:
+            client.config_set("appendonly", "no")
+            outbox.append(receipt(job, 0))
+            assert not outbox.flush(1.0)
+            client.config_set("appendonly", "yes")
+            assert outbox.flush(60.0)
+        finally:
+            client.config_set("appendonly", "yes")
+            relay.kill()
+    assert "no append-only file" in (tmp_path / "relay.log").read_text()
+    assert jobs.arrived(job) == once_each(1)
 
 
 def test_a_load_without_progress_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

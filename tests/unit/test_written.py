@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import pytest
+
 from midstream.broker.ledger.aof_barrier import Barrier
+from midstream.broker.ops.redis_availability import LossyRedis
 
 
 def told(size: int, held_back: int, base: int = 100, syncing: bool = True, status: str = "ok") -> dict[str, Any]:
@@ -13,8 +16,10 @@ def told(size: int, held_back: int, base: int = 100, syncing: bool = True, statu
     }  # fmt: skip
 
 
-def test_without_an_aof_the_barrier_returns() -> None:
-    assert Barrier().passed({"aof_enabled": 0})
+def test_without_a_log_the_barrier_passes_only_where_that_is_allowed() -> None:
+    assert Barrier(lossy=True).passed({"aof_enabled": 0})
+    with pytest.raises(LossyRedis, match="no append-only file"):
+        Barrier().passed({"aof_enabled": 0})
 
 
 def test_a_redis_that_loads_its_log_has_not_written() -> None:
