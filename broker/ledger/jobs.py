@@ -314,13 +314,15 @@ class Ledger:
         """Record that the cancelled job has left the engine. False: the attempt is stale, or no cancel was requested."""
         return await self._tell("cancelled", job_id, attempt) == "cancelled"
 
-    async def release(self, job_id: str, attempt: int, away: str = "") -> State | None:
+    async def release(self, job_id: str, attempt: int, away: str = "", later: bool = False) -> State | None:
         """Give the job back: queued, failed `worker_lost` after the last attempt, or cancelled.
+
+        `later`: it is handed out again after `SHELVED_S`, and the attempt does not count: it was not begun.
 
         `away`: why the artifact store is unavailable; then the job waits for it, for at most `artifact_wait_s` without progress, and
         the attempt does not count. Returns the new state; None if the attempt is stale.
         """
-        outcome = await self._tell("release", job_id, attempt, away=away)
+        outcome = await self._tell("release", job_id, attempt, away=away, later=later)
         return None if outcome == "stale" else State(outcome)
 
     async def desync_release(self, job_id: str, attempt: int, detail: str) -> State | None:

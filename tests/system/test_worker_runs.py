@@ -18,6 +18,7 @@ from midstream.schemas.settings import Settings
 from midstream.schemas.specs import StoredCapture
 from midstream.schemas.steering import GlobalSteering
 from midstream.workers.engine.collective import Quarantined
+from midstream.workers.engine.format_check import FormatsBusy
 from midstream.workers.engine.protocol import EngineRequest, Progress
 from midstream.workers.fake.engine import FakeEngine
 from midstream.workers.fake.model import identity_of
@@ -179,6 +180,31 @@ def test_jobs_of_a_dead_engine_are_released_and_resent(redis_url: str, tmp_path:
 
 
 # field case 38
+def test_a_job_that_may_not_wait_for_its_format_comes_again_later(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds no place of the worker meanwhile, and the attempt does not count."""
+    busy = [True]
+
+    async def check(engine: FakeEngine, ask: EngineRequest) -> None:
+        if busy.pop():
+            busy.append(True)
+            raise FormatsBusy("2 jobs of the tenant wait")
+        busy.append(False)
+
+    monkeypatch.setattr(FakeEngine, "check", check)
+
+    async def scenario(at: Harness) -> None:
+        job_id = await at.submit()
+        for _ in range(at.settings.max_attempts + 1):
+            assert await at.runs.run_job(job_id) is AttemptOutcome.BUSY
+            view = await at.view(job_id)
+            assert (view.state, at.runs.held) == (State.QUEUED, {})
+        assert await at.sent_again() == [], "it is sent when it is due"
+        busy[:] = [False]
+        assert await at.runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
+
+    Harness(redis_url, tmp_path)(scenario)
+
+
 def test_the_late_outputs_of_a_lost_attempt_change_nothing(redis_url: str, tmp_path: Path) -> None:
     async def scenario(at: Harness) -> None:
         job_id = await at.submit(max_tokens=20)

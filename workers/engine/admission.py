@@ -1,6 +1,7 @@
 """Admission of requests to the engine. Requests that do not fit wait in order of arrival and never fail for it.
 
-Limited are the distinct steering rows in flight, the memory that captured rows may take, and the cells of sweeps.
+Limited are the distinct steering rows in flight, the memory that captured rows may take, and the cells of sweeps; formats are checked
+one at a time.
 """
 
 import asyncio
@@ -234,6 +235,45 @@ class CellSlots(_Gate[int]):
 
     def _give_back(self, demand: int) -> None:
         self._held -= demand
+
+
+class FairTurns:
+    """One holder at a time. Of those that wait, tenants have turns one after the other, and each tenant's come in their order."""
+
+    def __init__(self) -> None:
+        self._held = False
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # tenants by their turn
+
+    @asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """Hold the turn for the block."""
+        if self._held:
+            mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(tenant, deque()).append(mine)
+            try:
+                await mine
+            except asyncio.CancelledError:
+                if mine.done() and not mine.cancelled():
+                    self._pass_on()  # it was our turn in the same instant
+                raise
+        self._held = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._held = False
+        while self._waiting:
+            tenant = next(iter(self._waiting))
+            queue = self._waiting.pop(tenant)
+            mine = queue.popleft()
+            if queue:
+                self._waiting[tenant] = queue  # behind the others
+            if not mine.done():
+                self._held = True
+                mine.set_result(None)
+                return
 
 
 class StepRows(CaptureBudget):

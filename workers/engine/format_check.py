@@ -15,13 +15,15 @@ import random
 import resource
 import signal
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import msgspec
 
 from ...schemas.base import to_json
 from ...schemas.errors import MidstreamError, invalid
+from .admission import FairTurns
 
 logger = logging.getLogger(__name__)
 
@@ -36,47 +38,83 @@ MEMORY = 4 << 30
 OUT_OF_MEMORY = 75
 #: Seconds for the process to start and to answer, on a machine with other things to do.
 PATIENCE_S = 180.0
-#: Constraints that were compiled once and are not checked again.
+#: Constraints that were checked once and are not checked again, passed or refused.
 KEPT = 1024
+#: Jobs that may wait for a check, where nothing else is said.
+JOBS = 64
 _SMALLER = "a smaller schema, grammar, expression or list of tools"
 
 
-class FormatChecker:
-    """Checks constraints for one model's tokenizer, one at a time. The process starts with the first, or with `begin`."""
+class FormatsBusy(MidstreamError):
+    """As many jobs wait for the check of their formats as may: another attempt of this one follows, so that it holds no place here."""
 
-    def __init__(self, model: str, vocab_size: int, seconds: float, trust_remote_code: bool = False, memory: int = MEMORY):
-        """`model`: the tokenizer's folder or hub name. `seconds`: of processor time, for one constraint; `memory`: bytes of all data."""
+    def __init__(self, detail: str) -> None:
+        super().__init__("unavailable", detail)
+
+
+class FormatChecker:
+    """Checks constraints for one model's tokenizer, one at a time, of tenants in turn.
+
+    The process starts with the first, or with `begin`.
+    """
+
+    def __init__(
+        self, model: str, vocab_size: int, seconds: float, trust_remote_code: bool = False, memory: int = MEMORY, jobs: int = JOBS
+    ) -> None:
+        """`model`: the tokenizer's folder or hub name. `seconds`: of processor time, for one constraint; `memory`: bytes of all data.
+        `jobs`: how many may wait; one tenant's at most half as many.
+        """
         self._most = f"{seconds:g} s (format_compile_s) of processor time or {memory / (1 << 30):g} GiB"
         self._arguments = [model, str(vocab_size), str(seconds), str(int(trust_remote_code)), str(memory)]
         self._process: asyncio.subprocess.Process | None = None
         self._ready = False  # whether the process has said that it is
-        self._passed: OrderedDict[str, None] = OrderedDict()
-        self._one = asyncio.Lock()
+        self._known: OrderedDict[str, str] = OrderedDict()  # digest of a constraint → why it is refused; empty: it passed
+        self._turns = FairTurns()
+        self._jobs, self._waiting = jobs, Counter[tuple[str, str]]()  # (tenant, job) → its requests that wait
 
-    async def check(self, params: Any) -> None:
+    async def check(self, params: Any, tenant: str = "", job: str = "") -> None:
         """Raises a 400 when the constraint of `params`, vLLM's SamplingParams, is too large or takes too long to compile.
 
-        One that does not compile at all passes: vLLM says why.
+        One that does not compile at all passes: vLLM says why. What was checked before is answered immediately; raises FormatsBusy
+        where too many jobs wait for what was not.
         """
         if params.structured_outputs is None:
             return
         constraint = {name: value for name, value in vars(params.structured_outputs).items() if value and not name.startswith("_")}
         raw = to_json(constraint)
         key = hashlib.sha256(raw).hexdigest()
-        async with self._one:
-            if key not in self._passed:
-                await self._ask(raw)
-                self._passed[key] = None
-            self._passed.move_to_end(key)
-            while len(self._passed) > KEPT:
-                self._passed.popitem(last=False)
+        if key not in self._known:
+            with self._place(tenant, job):
+                async with self._turns.turn(tenant):
+                    if key not in self._known:  # of another request meanwhile
+                        self._known[key] = await self._ask(raw)
+        self._known.move_to_end(key)
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
+        if refused := self._known[key]:
+            raise invalid("structured_outputs", refused, allowed=_SMALLER)
+
+    @contextlib.contextmanager
+    def _place(self, tenant: str, job: str) -> Iterator[None]:
+        """Let a job wait, where it and its tenant may."""
+        own = sum(of == tenant for of, _ in self._waiting)
+        if (tenant, job) not in self._waiting and (len(self._waiting) >= self._jobs or 2 * own >= self._jobs):
+            raise FormatsBusy(f"{own} jobs of the tenant wait until their formats are checked, and {len(self._waiting)} in all")
+        self._waiting[tenant, job] += 1
+        try:
+            yield
+        finally:
+            self._waiting[tenant, job] -= 1
+            if not self._waiting[tenant, job]:
+                del self._waiting[tenant, job]
 
     async def begin(self) -> None:
         """Start the process, so that the first constraint does not wait for it."""
-        async with self._one:
+        async with self._turns.turn(""):
             await self._started()
 
-    async def _ask(self, raw: bytes) -> None:
+    async def _ask(self, raw: bytes) -> str:
+        """Why the constraint is refused; empty: it is not."""
         process = await self._started()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -93,13 +131,12 @@ class FormatChecker:
         except (EOFError, OSError) as error:
             ready, ended = self._ready, await self._end()
             if ready and ended in (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGKILL, -signal.SIGABRT, -signal.SIGSEGV):
-                raise invalid("structured_outputs", f"takes more than {self._most} to compile and to match", allowed=_SMALLER) from None
+                return f"takes more than {self._most} to compile and to match"
             raise MidstreamError("internal", f"the process that checks constraints ended with {ended}") from error
         except BaseException:  # cancelled, or out of time, before the answer was complete
             await self._end()
             raise
-        if refused := msgspec.json.decode(answer):
-            raise invalid("structured_outputs", refused, allowed=_SMALLER)
+        return msgspec.json.decode(answer, type=str)
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:

@@ -182,6 +182,12 @@ class Engine(Protocol):
     def waiting(self) -> int:
         """Requests that wait for rows of the steering table."""
 
+    async def check(self, ask: EngineRequest) -> None:
+        """Wait until the request's format, if it has one, was checked: what is held meanwhile would be kept from others.
+
+        Raises MidstreamError("invalid_request") for one that is refused, and FormatsBusy where too many jobs wait already.
+        """
+
     def generate(self, ask: EngineRequest, global_steering: GlobalSteering) -> AsyncGenerator[Progress, None]:
         """Generate for one prompt under `global_steering`, which was applied when the job was claimed; the last item carries `finished`.
 

@@ -50,6 +50,11 @@ def prompt_request(job: Job, request: int, attempt: int, trace: str = "", files:
     )
 
 
+def format_request(job: Job, sampling: Sampling) -> EngineRequest:
+    """Return a request that has the format of all requests of a job, for `Engine.check`; it is not one to generate for."""
+    return _made("prompt", job, request=0, attempt=0, token_ids=[], sampling=sampling, tools=job.tools)
+
+
 def sequence_request(job: Job, model: ModelInfo, capture: StoredCapture, **own: Any) -> EngineRequest:
     """Return the request for one sequence of a harvest, whose rows are `capture`'s. `own`: further fields of `EngineRequest`."""
     return _made("sequence", job, model, captures=capture.split(model.inside), **own)

@@ -161,7 +161,10 @@ class VllmEngine(RankControl):
             )
             if settings.tool_parser:
                 self._tools = await asyncio.to_thread(ToolParsers, settings.tool_parser, config)
-            self._formats = FormatChecker(config.tokenizer, config.get_vocab_size(), settings.format_compile_s, config.trust_remote_code)
+            self._formats = FormatChecker(
+                config.tokenizer, config.get_vocab_size(), settings.format_compile_s, config.trust_remote_code,
+                jobs=max(2, settings.worker_concurrency // 2),
+            )  # fmt: skip
             asked.additional_config = plane.layout()
             plane.export()
             if settings.nodes > 1:
@@ -275,6 +278,11 @@ class VllmEngine(RankControl):
         )
         self.enters = self.enters and "pre_attn" in served
 
+    async def check(self, ask: EngineRequest) -> None:
+        params = sampling_params(ask.sampling, None)
+        self._tool_reader(ask, params)  # tools are a format too
+        await self._formats.check(params, ask.tenant, ask.job)
+
     async def generate(self, ask: EngineRequest, global_steering: GlobalSteering) -> AsyncGenerator[Progress, None]:
         ask, prompt = await self._prompt(ask)
         spec = rank_spec(ask, global_steering)
@@ -286,7 +294,7 @@ class VllmEngine(RankControl):
         try:
             params, lora = sampling_params(ask.sampling, spec), self._lora_request(ask.lora)
             reader = self._tool_reader(ask, params)
-            await self._formats.check(params)
+            await self._formats.check(params, ask.tenant, ask.job)
             async with (
                 self._rows.admitted(row_wish(spec)),
                 self._step_rows.admitted(self._unsplit_rows(ask)),

@@ -79,6 +79,9 @@ class FakeEngine(RankControl):
         self.ranks.tell_load(self._running, sum(self._active.values()) - self._running)
         return await super().steering_status()
 
+    async def check(self, ask: EngineRequest) -> None:
+        """Formats are ignored."""
+
     async def generate(self, ask: EngineRequest, global_steering: GlobalSteering) -> AsyncGenerator[Progress, None]:
         attempt = ask.job, ask.attempt
         self._active[attempt] += 1

@@ -24,6 +24,7 @@ class AttemptOutcome(StrEnum):
     LOST = "lost"  # the lease went to another attempt
     RELEASED = "released"  # the engine died, or Redis lost events of it; another attempt follows
     STORE_AWAY = "store away"  # the artifact store is unavailable; another attempt follows when it is back
+    BUSY = "busy"  # too many jobs of its tenant wait for their formats' checks; another attempt follows
     OUT_OF_STEP = "out of step"  # its ranks disagree; another attempt follows, or the job has failed for it
     PUT_BACK = "put back"  # not begun: the worker does not serve now
 

@@ -31,8 +31,9 @@ from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor, content_hash
 from ..engine.admission import CellSlots, CrowdedOut
 from ..engine.collective import Quarantined
+from ..engine.format_check import FormatsBusy
 from ..engine.protocol import Engine, Progress, check_lengths
-from ..engine.requests import prompt_request, tensors_of
+from ..engine.requests import format_request, prompt_request, tensors_of
 from .attempt import Attempt, AttemptOutcome, JobFailed, StoreAway
 from .harvests import HarvestAttempt
 from .progress import AttemptProgress, Totals
@@ -304,6 +305,7 @@ class Attempts:
     async def _generate(self, attempt: Attempt) -> list[Output]:
         """Run all prompts of the job concurrently: the engine batches them with each other and with other jobs."""
         job = attempt.job
+        await self._engine.check(format_request(job, job.sampling))
         own = {name for entries in job.steering for entry in entries for name in entry.tensors}
         names = sorted({name for name in own if not is_row(name) and name != ZEROS} | tensors_of(job, attempt.lease.steering))
         files = {image.digest: await self._fetch_image(image.digest) for prompt in job.prompts for image in prompt.images}
@@ -391,6 +393,9 @@ class Attempts:
         if ending is AttemptOutcome.STORE_AWAY:
             job_id, number = attempt.job.id, attempt.number
             await patiently(lambda: self._ledger.release(job_id, number, away=attempt.detail), f"release of {job_id}")
+        if ending is AttemptOutcome.BUSY:
+            job_id, number = attempt.job.id, attempt.number
+            await patiently(lambda: self._ledger.release(job_id, number, later=True), f"release of {job_id}")
         if ending is AttemptOutcome.OUT_OF_STEP:
             job_id, number = attempt.job.id, attempt.number
             await patiently(lambda: self._ledger.desync_release(job_id, number, attempt.detail), f"release of {job_id}")
@@ -422,6 +427,8 @@ def _other_attempt(error: BaseException) -> AttemptOutcome | None:
         return AttemptOutcome.OUT_OF_STEP
     if any(isinstance(leaf, StoreAway) for leaf in leaves):
         return AttemptOutcome.STORE_AWAY
+    if any(isinstance(leaf, FormatsBusy) for leaf in leaves):
+        return AttemptOutcome.BUSY
     return AttemptOutcome.RELEASED if any(isinstance(leaf, CrowdedOut | EventsLost) for leaf in leaves) else None
 
 

@@ -46,7 +46,7 @@ from ...storage.shards import checksum
 from ...storage.store import ArtifactStore, open_store
 from ..engine.admission import CellSlots
 from ..engine.protocol import Engine, EngineRequest, Fetch
-from ..engine.requests import sequence_request, tensors_of
+from ..engine.requests import format_request, sequence_request, tensors_of
 from .attempt import Attempt
 from .harvest_cut import CutSequence, cut, shards_of
 from .harvest_process import SourceProcess, SourceReader
@@ -220,6 +220,8 @@ class HarvestAttempt:
             return
         kept = await patiently(lambda: self._harvests.units(self._part), f"units of {harvest.id}")
         _, plan = await self._read_plan(harvest, store)
+        if harvest.generate is not None:
+            await self._engine.check(format_request(self._attempt.job, harvest.generate))
         bos, eos = await source.special()
         names = sorted(tensors_of(self._attempt.job, steering))
         await self._engine.hold_vectors(names, self._fetch)

@@ -1,5 +1,6 @@
 -- A worker gives a running job back, so that another attempt can be made immediately.
--- args: id, attempt, away (why the artifact store is unavailable: the job waits for it; empty: it is not)
+-- args: id, attempt, away (why the artifact store is unavailable: the job waits for it; empty: it is not), later (it was not begun, and
+--       is handed out again after a while)
 -- returns 'unknown' | 'stale' | the new state
 local job, why = job_of(args.id, args.attempt)
 if not job then
@@ -7,6 +8,10 @@ if not job then
 end
 if args.away ~= '' and job.state == 'running' then
   await_store(job, args.away)
+elseif args.later and job.state == 'running' then
+  redis.call('HINCRBY', key('job', job.id), 'excused', 1)
+  job.shelved = '1'
+  move(job, 'queued')
 else
   put_back(job)
 end
