@@ -120,6 +120,8 @@ class Settings(Record):
     format_compile_s: Positive = 10.0  # processor time to compile a format; one that takes more is a 400
     tool_parser: str = ""  # vLLM's parser of the model's tool calls, such as `hermes`; empty: chats take no tools
     extensions: str = ""  # installed packages whose readers and ops are loaded, separated by commas; others that are installed are not
+    compare: Literal["auto", "require", "off"] = "auto"  # rows with transformers': `require`: what cannot be compared is refused
+    compare_memory_gib: Positive = 16.0  # of the worker's memory that transformers' model may take for it, at the start; at most half
     certify: bool = True  # prove the hook points on the loaded model before its first request; false: a caveat says that they are unproven
 
     # The data plane

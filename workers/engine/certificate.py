@@ -30,6 +30,22 @@ from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor, content_hash, from_numpy
 from ..runner.certify import Copy, EditRun, Judgement, Plan, direction
 from ..runner.laws import STREAM, TOLERANCES, Finding, Law, Shape, judge_boundary, judge_entered, verdict, verdict_inside
+from .comparison import (
+    BEYOND,
+    STREAM_TENSORS,
+    Comparison,
+    Difference,
+    Head,
+    Prompt,
+    Rows,
+    Source,
+    figures,
+    longer,
+    suspects,
+)
+from .comparison import (
+    verdict as compared_verdict,
+)
 from .protocol import EngineRequest
 from .requests import trial_request
 
@@ -65,18 +81,23 @@ class Access:
     stages: Sequence[range]
     steering_rows: int
     chunked: bool
+    step_tokens: int
 
 
-async def certify(access: Access, info: ModelInfo, *, trusted: bool = False, **facts: Any) -> Certificate:
+async def certify(
+    access: Access, info: ModelInfo, source: Source, *, trusted: bool = False, required: bool = False, **facts: Any
+) -> Certificate:
     """Run it, for the hooks of `info`. `facts`: fields of the certificate that only the engine knows. The ranks forget the run.
 
-    `trusted`: a hook whose neighbours are not installed is served unproven, and the certificate and every manifest say so.
+    `source`: where transformers finds the checkpoint; `required`: that it cannot be compared is a refusal, and no caveat. `trusted`: a
+    hook whose neighbours are not installed is served unproven, and the certificate and every manifest say so.
 
-    Raises Uncertified where `pre_attn` and `post_block` cannot be proven.
+    Raises Uncertified where `pre_attn` and `post_block` cannot be proven, and where rows are not those of transformers.
     """
     started = time.monotonic()
     unshown: dict[Hook, str] = {}
     caveats = list(info.caveats)
+    comparing = Comparison(source, info.dtype)
     try:
         await access.call("midstream_certify", ("begin", {}))
         run = _Run(access, info)
@@ -88,22 +109,35 @@ async def certify(access: Access, info: ModelInfo, *, trusted: bool = False, **f
         refused, more = verdict_inside(list(info.inside), of_inside, info.num_layers)
         laws = [*laws, *more]
         caveats += [f"{hook} is unproven: the setting hooks leaves out what would prove it" for hook in unshown]
+        compared, lacking = await run.compare(comparing)
+        if comparing.refused:
+            caveats.append(f"not compared with transformers: {comparing.refused}")
     except MidstreamError as error:
         raise Uncertified(f"the certification run failed: {error.detail}; certify=false serves the model unproven") from error
     finally:
         await access.call("midstream_certify", ("end", {"caveats": caveats}))
+    figured, unlike = figures(compared, [*hooks])
     certificate = Certificate(
         model=info.name, architecture=info.architecture, version=info.version, runner=info.runner, dtype=info.dtype, tp=info.tp, pp=info.pp,
         created=time.time(), seconds=time.monotonic() - started,
         proven=[hook for hook in [*hooks, *info.inside] if hook not in {*absent, *unshown, *refused}],
         unproven={str(hook): why for hook, why in unshown.items()},
-        absent={**{str(hook): why for hook, why in absent.items()}, **refused}, laws=[_figure(law) for law in laws], not_compared=skipped,
+        absent={**{str(hook): why for hook, why in absent.items()}, **refused}, laws=[*(_figure(law) for law in laws), *figured],
+        not_compared=skipped | lacking | unlike,
         caveats=caveats, readings=run.readings, extensions=info.extensions, **facts,
     )  # fmt: skip
     if not (certificate.proven or unshown) or any(hook in absent for hook in STREAM):
         what = "the residual stream" if certificate.proven else "any of its hooks"
         broken = "; ".join(f"{hook}: {why}" for hook, why in absent.items())
         raise Uncertified(f"{info.architecture}: the rows of {what} could not be proven: {broken}")
+    if comparing.refused and required:
+        raise Uncertified(f"{info.architecture} cannot be compared with transformers (setting compare=require): {comparing.refused}")
+    if (wrong := compared_verdict(compared)) is not None and comparing.reference is not None:
+        fields = ", ".join(suspects(comparing.reference.config)) or "none"
+        raise Uncertified(
+            f"{info.architecture}: {wrong}: vLLM computes this checkpoint otherwise than transformers, which defines it. Fields of "
+            f"config.json that are not transformers' defaults: {fields}. With compare=off it is served all the same, and a caveat says so"
+        )
     return certificate
 
 
@@ -143,12 +177,13 @@ class _Run:
         self._first = length - 1
         self._compared = sorted({1, *range(length - 1, 1, -max(1, length // COMPARED))})
         self._generated: list[int] = []
+        self._positions: list[int] = []  # captured of the base
         self._number = BESIDE
         self.readings: dict[str, str] = {}  # kind of reading → why it is not served after all
 
     async def findings(self) -> tuple[list[Finding], dict[str, str]]:
         """What was found, and law → why it was not compared."""
-        positions = [*self._compared, *range(len(self._prompt), len(self._prompt) + GENERATED - 1)]
+        self._positions = positions = [*self._compared, *range(len(self._prompt), len(self._prompt) + GENERATED - 1)]
         everything = self._capture({hook: self._layers for hook in self._hooks}, positions, "base")
         await self._access.call("midstream_certify", ("watch", {"request": BASE}))
         inside = {hook: self._layers for hook in INSIDE if hook in self._info.inside}
@@ -177,6 +212,49 @@ class _Run:
             skipped["rows of a chunked prefill"] = "the engine does not split prefills"
         findings = [finding for each in judgements for finding in each.findings] + list(self._stages(judgements))
         return findings, skipped
+
+    async def compare(self, comparing: Comparison) -> tuple[list[Difference], dict[str, str]]:
+        """Rows of the first layers, and logits, against transformers'; and what was not compared, with the reason.
+
+        Of the base, and of a prompt that is longer than the windows of the model's layers, as far as there is room for it.
+        """
+        if not (hooks := [hook for hook in self._hooks if hook in STREAM_TENSORS]):
+            comparing.refused = comparing.refused or "the setting hooks leaves out pre_attn and post_block"
+        if (reference := await comparing.plan()) is None:
+            return [], {}
+        kept, kinds, missing, _ = reference.truncation
+        layers, skipped = self._layers[:kept], {}
+        base = [*self._prompt, *self._generated]
+        prompts = [Prompt(base, self._positions, await self._rows_of(BASE, self._positions, self._hooks, layers))]
+        room = self._info.max_model_len - 2 if self._access.chunked else min(self._info.max_model_len, self._access.step_tokens) - 2
+        length, beyond = longer(reference.config.get_text_config(), len(base), room)
+        if length:
+            prompts.append(await self._long(length, layers))
+        if beyond:
+            skipped["transformers' rows beyond a window"] = f"{', '.join(beyond)}: longer than the {max(length, len(base))} tokens compared"
+        if missing:
+            skipped["transformers' rows of every kind of layer"] = f"{missing} of {kinds} kinds begin above the {kept} layers compared"
+        head, later = None, [position for position in self._positions if position >= self._first]
+        logits = next(filter(None, await self._access.call("midstream_certify", ("logits", {"request": BASE, "positions": later}))), None)
+        if "post_block" in hooks and logits:
+            rows = await self._rows_of(BASE, later, ["post_block"], self._layers[-1:])
+            head = Head(rows["post_block", self._layers[-1]], torch.stack([_floats(each) for each in logits]))
+        else:
+            skipped["logits = transformers'"] = "vLLM's own logits, or what leaves the last layer, were not seen"
+        return await comparing.judge(prompts, head), skipped
+
+    async def _long(self, length: int, layers: Sequence[int]) -> Prompt:
+        tokens = np.random.default_rng(_SEED + 1).integers(self._info.vocab_size // 8, self._info.vocab_size // 2, size=length).tolist()
+        positions, number = list(range(length - BEYOND, length + 1)), self._next()
+        captured = self._capture({hook: list(layers) for hook in self._hooks}, positions, "long")
+        output = await self._one(number, tokens, [captured], max_tokens=2)
+        await self._ended([number])
+        return Prompt([*tokens, *output.token_ids], positions, await self._rows_of(number, positions, self._hooks, layers))
+
+    async def _rows_of(self, request: int, positions: Sequence[int], hooks: Sequence[Hook], layers: Sequence[int]) -> Rows:
+        wish = {"request": request, "positions": list(positions), "hooks": list(hooks), "layers": list(layers)}
+        ranks = await self._access.call("midstream_certify", ("rows", wish))
+        return {(hook, layer): self._rows(raw) for found in ranks for hook, layer, raw in found}
 
     async def _beside(self, plan: Plan, everything: StoredCapture, sizes: dict[str, dict[int, float]]) -> None:
         """All but the first request, in one batch."""
@@ -321,4 +399,8 @@ class _Run:
                 yield judge_entered(shape, left[None], added[None], self._rows(entered), layer)
 
     def _rows(self, raw: bytes) -> torch.Tensor:
-        return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(-1, self._info.hidden_size)
+        return _floats(raw).view(-1, self._info.hidden_size)
+
+
+def _floats(raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.float32)

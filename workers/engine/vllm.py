@@ -50,6 +50,7 @@ from . import nodes
 from .admission import CaptureBudget, StepRows
 from .certificate import Access, certify, keep
 from .checkpoint import check_folder, check_layers
+from .comparison import source_of
 from .drafts import check_drafter, check_drafts
 from .ends import Ends
 from .format_check import FormatChecker
@@ -252,10 +253,19 @@ class VllmEngine(RankControl):
             stages=self._stages,
             steering_rows=min(self._settings.steering_rows, self._settings.steering_entries),
             chunked=bool(config.scheduler_config.enable_chunked_prefill),
+            step_tokens=self._settings.max_num_batched_tokens,
         )
         mode = "eager" if self._settings.enforce_eager else "compiled"
         try:
-            certificate = await certify(access, self.info, trusted=trusted, vllm=vllm.__version__, mode=mode)
+            certificate = await certify(
+                access,
+                self.info,
+                source_of(self._settings, config.model_config, self.info.quantization),
+                trusted=trusted,
+                required=self._settings.compare == "require",
+                vllm=vllm.__version__,
+                mode=mode,
+            )
             self._vectors.forget()  # as the ranks did
             await self._llm.reset_prefix_cache()
         except BaseException:

@@ -249,6 +249,18 @@ class Certifier:
         rows = self._kept.of(request, positions)
         return {hook: {layer: float(rows(hook, layer).square().mean().sqrt()) for layer in self._layers} for hook in self._shape.hooks}
 
+    def rows(self, request: int, positions: list[int], hooks: list[Hook], layers: list[int]) -> list[tuple[Hook, int, bytes]]:
+        """float32 rows of a request, of the hooks and layers that this rank records."""
+        if not self._records:
+            return []
+        kept, held = self._kept.of(request, positions), [layer for layer in layers if layer in self._layers]
+        return [(hook, layer, self._raw(kept(hook, layer))) for hook in hooks for layer in held]
+
+    def logits(self, request: int, positions: list[int]) -> list[bytes]:
+        """float32 logits that vLLM's sampler got of a request; empty where this rank did not see all of them."""
+        found = [self._logits.get((request, position)) for position in positions]
+        return [self._raw(each[0]) for each in found if each is not None] if all(each is not None for each in found) else []
+
     # -- judging ------------------------------------------------------------------------------------------------------------
 
     def judge(self, plan: Plan) -> Judgement:

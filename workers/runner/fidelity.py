@@ -248,6 +248,23 @@ def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool
     return tuple(dict.fromkeys(found))
 
 
+def as_served(architecture: str, config: Any, max_model_len: int) -> dict[str, Any]:
+    """Fields of the config with which transformers computes what vLLM does, where a caveat says how they differ."""
+    fields: dict[str, Any] = {}
+    if architecture in LEAST_STEP:
+        fields["time_step_min"] = LEAST_STEP_MATTERS / 100  # its class takes the logarithm
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and max_model_len > _original(rope, config, max_model_len):
+        fields["rope_parameters"] = {**rope, "short_factor": rope["long_factor"]}
+    return fields
+
+
+def _original(rope: Mapping[str, Any], config: Any, max_model_len: int) -> int:
+    """Tokens up to which longrope has its short factors."""
+    found: int = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None) or max_model_len
+    return found
+
+
 def _on_cpu() -> bool:
     from vllm.platforms import current_platform  # only where it matters: it takes seconds
 
@@ -284,7 +301,7 @@ def _of_rope(rope: Mapping[str, Any], config: Any, max_model_len: int, backend: 
             f"rope_parameters: with rope_type 'dynamic' vLLM computes only prompts of up to max_position_embeddings tokens as "
             f"transformers does: set max_model_len to {config.max_position_embeddings} or less (now {max_model_len})"
         )
-    original = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None) or max_model_len
+    original = _original(rope, config, max_model_len)
     if kind != "longrope" or max_model_len <= original:
         return
     if backend:

@@ -1,0 +1,247 @@
+"""transformers' model of a checkpoint's first layers, on the CPU: the rows that define what the checkpoint computes.
+
+The class, the config and the weights are transformers' and the checkpoint's own. Only the layers that `Truncation` keeps are read, so
+that of a sharded checkpoint most files are never opened beyond their headers.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+#: Names of the list of decoder layers in transformers' models.
+_LISTS = ("layers", "h", "blocks")
+#: Parts of the names of encoders of images and sound, which no prompt of text reaches.
+_ENCODERS = ("vision", "visual", "audio", "image", "speech", "encoder", "multi_modal", "mtp")
+#: Parts of the names of attributes that number a layer.
+_NUMBERS = ("idx", "index", "layer_id", "layer_num")
+#: Depth, below a layer, of the modules whose inputs and outputs are looked at.
+_DEPTH = 2
+#: Bytes of a float32 weight while it is read, beside what it was read from.
+_LOADING = 1.25
+#: Layers kept at most: reading more would take longer than the laws do.
+MOST_LAYERS = 24
+
+#: Name of a tensor (`input`, `output`, `self_attn.output`, …) → its rows at the compared positions, of one layer.
+Tensors = Mapping[str, torch.Tensor]
+
+
+class NotComparableError(Exception):
+    """transformers cannot compute this checkpoint here; the message says why."""
+
+
+class Truncation(NamedTuple):
+    """How many of a model's layers are kept."""
+
+    layers: int
+    kinds: int  # of layers, that the model has
+    missing: int  # of these, that no kept layer has
+    bytes: int  # of memory, about
+
+
+class Trace(NamedTuple):
+    """One pass over a prompt."""
+
+    layers: Sequence[Tensors]
+    logits: torch.Tensor  # `[positions, vocabulary]`
+
+
+def truncation(kinds: Sequence[Hashable], sizes: Sequence[int], rest: int, limit: int) -> Truncation:
+    """Keep the first layers, up to the first that completes all kinds, within `limit` bytes. Raises NotComparableError if none fits.
+
+    `kinds`: of each layer; `sizes`: of each layer's float32 weights; `rest`: of all other weights.
+    """
+    wanted = max(kinds.index(kind) for kind in set(kinds)) + 1
+    for kept in range(min(wanted, MOST_LAYERS), 0, -1):
+        needed = int(_LOADING * (rest + sum(sizes[:kept])))
+        if needed <= limit:
+            return Truncation(kept, len(set(kinds)), len(set(kinds) - set(kinds[:kept])), needed)
+    raise NotComparableError(
+        f"its first layer, embedding and output matrix take {needed / 2**30:.1f} GiB in float32, and {limit / 2**30:.1f} GiB may be used "
+        "(setting compare_memory_gib, and half of the memory that is free)"
+    )
+
+
+def kinds_of(layers: Sequence[nn.Module], config: Any) -> list[Hashable]:
+    """What each layer is: its modules with their plain attributes, the shapes of its weights, and its entries in lists of the config."""
+    lists = [value for value in vars(config).values() if isinstance(value, list | tuple) and len(value) == len(layers)]
+    return [(_kind(layer), tuple(repr(value[place]) for value in lists)) for place, layer in enumerate(layers)]
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    modules = tuple((path, type(module).__name__, _plain(module)) for path, module in layer.named_modules())
+    return modules, tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters())
+
+
+def _plain(module: nn.Module) -> Hashable:
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_") and not any(each in name for each in _NUMBERS)}
+    return tuple(sorted((name, repr(value)) for name, value in own.items() if isinstance(value, bool | int | float | str | None)))
+
+
+class Reference:
+    """One checkpoint in transformers. Raises NotComparableError in each call."""
+
+    def __init__(self, path: str, *, architecture: str, revision: str | None, overrides: Mapping[str, Any], limit_gib: float) -> None:
+        """Reads the config only. `overrides`: fields of it; `limit_gib`: memory that may be used."""
+        self._path, self._revision = path, revision
+        self.config = _attempt("its config", lambda: AutoConfig.from_pretrained(path, revision=revision))
+        self.config.update(dict(overrides))
+        self._class = _class_of(architecture, self.config)
+        if getattr(self.config, "quantization_config", None) is not None:
+            raise NotComparableError("it is quantised, and transformers computes other kernels")
+        with torch.device("meta"):
+            bare = _attempt("its class", lambda: self._class(copy.deepcopy(self.config)))
+        self._layers, stack = _stack(bare, self.config.get_text_config().num_hidden_layers)
+        _without_encoders(bare, self._layers)
+        sizes = [4 * sum(weight.numel() for weight in layer.parameters()) for layer in stack]
+        rest = 4 * sum(weight.numel() for weight in bare.parameters()) - sum(sizes)
+        limit = min(int(limit_gib * 2**30), free_bytes() // 2)
+        self.truncation = truncation(kinds_of(stack, self.config.get_text_config()), sizes, rest, limit)
+        #: Of each kept layer, whether it or one below it chooses experts.
+        routes = [any("experts" in name for name, _ in layer.named_modules()) for layer in stack]
+        self.follows = [any(routes[: place + 1]) for place in range(self.truncation.layers)]
+        self._model: Any = None
+
+    def load(self) -> None:
+        """Read the weights, in float32."""
+        kept, layers = self.truncation.layers, self._layers
+
+        class Truncated(self._class):  # type: ignore[name-defined]
+            """The class, whose config stays as it is: some layers compute with the number of all."""
+
+            def __init__(self, config: Any) -> None:
+                super().__init__(config)
+                _without_encoders(self, layers)
+                parent, _, name = layers.rpartition(".")
+                setattr(self.get_submodule(parent), name, self.get_submodule(layers)[:kept])
+
+        Truncated.__name__, Truncated.__module__ = self._class.__name__, self._class.__module__  # by which transformers knows its weights
+        self._model, report = _attempt(
+            "its weights",
+            lambda: Truncated.from_pretrained(
+                self._path, config=self.config, revision=self._revision, dtype=torch.float32, attn_implementation="eager",
+                output_loading_info=True,
+            ),
+        )  # fmt: skip
+        if missing := sorted({*report["missing_keys"], *(str(each) for each in report["mismatched_keys"])}):
+            raise NotComparableError(f"transformers' class has weights that the checkpoint does not: {missing[0]}")
+
+    def round(self, dtype: torch.dtype) -> None:
+        """Hold the weights in `dtype` from now on. Buffers stay, as transformers keeps them."""
+        for weight in self._model.parameters():
+            weight.data = weight.data.to(dtype)
+
+    def trace(self, tokens: Sequence[int], positions: Sequence[int]) -> list[Tensors]:
+        """Every tensor of the layers that has a row for each token."""
+        found: list[dict[str, torch.Tensor]] = [{} for _ in range(self.truncation.layers)]
+        handles = []
+        for layer, into in zip(self._model.get_submodule(self._layers), found, strict=True):
+            for path, module in layer.named_modules():
+                if path.count(".") < _DEPTH:
+                    handles.append(module.register_forward_hook(_recorder(path, into, len(tokens), list(positions)), with_kwargs=True))
+        self._forward(tokens, handles)
+        return list(found)
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[rows, vocabulary]` float32, of rows `[rows, hidden]` that leave the last layer of the whole model."""
+
+        def replaced(_module: Any, _inputs: Any, output: Any) -> Any:
+            first = output[0] if isinstance(output, tuple) else output
+            held = rows.to(first.dtype).view_as(first)
+            return (held, *output[1:]) if isinstance(output, tuple) else held
+
+        handle = self._model.get_submodule(self._layers)[-1].register_forward_hook(replaced)
+        logits: torch.Tensor = self._forward(list(range(len(rows))), [handle]).logits[0].float()
+        return logits
+
+    def _forward(self, tokens: Sequence[int], handles: Sequence[Any]) -> Any:
+        def run() -> Any:
+            with torch.inference_mode():
+                return self._model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+
+        try:
+            return _attempt("its forward pass", run)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _recorder(path: str, into: dict[str, torch.Tensor], tokens: int, positions: list[int]) -> Callable[..., None]:
+    def keep(side: str, value: Any) -> None:
+        tensor = value[0] if isinstance(value, tuple) and value else value
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.ndim > 1:
+            width = tensor.shape[-1]
+            if tensor.numel() == tokens * width:
+                into[f"{path}.{side}".strip(".")] = tensor.detach().reshape(tokens, width)[positions].float()
+
+    def record(_module: Any, inputs: Any, named: Mapping[str, Any], output: Any) -> None:
+        keep("input", inputs[0] if inputs else named.get("hidden_states"))
+        keep("output", output)
+
+    return record
+
+
+def _class_of(architecture: str, config: Any) -> Any:
+    """transformers' class. Raises NotComparableError."""
+    found = getattr(transformers, architecture, None)
+    if found is None and type(config) in AutoModelForCausalLM._model_mapping:
+        found = AutoModelForCausalLM._model_mapping[type(config)]
+    if found is None or not isinstance(config, getattr(found, "config_class", None) or PretrainedConfig):
+        raise NotComparableError(f"transformers {transformers.__version__} has no class {architecture} for its config")
+    return found
+
+
+def _stack(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
+    """The path of the decoder layers, and the layers. Raises NotComparableError."""
+    found = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and path.rpartition(".")[2] in _LISTS
+        and len(module) == number
+        and not any(word in path for word in _ENCODERS)
+    ]
+    if len(found) != 1:
+        raise NotComparableError(f"transformers' model has {len(found)} lists of {number} layers")
+    return found[0]
+
+
+def _without_encoders(model: nn.Module, layers: str) -> None:
+    """Take off what text does not reach, so that it is not read."""
+    for path, module in list(model.named_modules()):
+        parent, _, name = path.rpartition(".")
+        on_the_way = layers.startswith(f"{path}.") or path.startswith(f"{layers}.")
+        if any(word in name for word in _ENCODERS) and not on_the_way and any(True for _ in module.parameters()):
+            setattr(model.get_submodule(parent), name, nn.Identity())
+
+
+def free_bytes() -> int:
+    """Memory of this machine that is not in use, or of the container if it has less."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = [int(fields["MemAvailable"].split()[0]) << 10]
+    try:
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        free.append(limit - used)
+    except (OSError, ValueError):  # no limit
+        pass
+    return min(free)
+
+
+def _attempt(what: str, call: Callable[[], Any]) -> Any:
+    """What it returns. Raises NotComparableError with what was attempted."""
+    try:
+        return call()
+    except NotComparableError:
+        raise
+    except Exception as error:
+        logger.warning("comparison with transformers: %s", what, exc_info=True)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise NotComparableError(f"transformers does not take {what}: {reason}") from error
