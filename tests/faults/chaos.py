@@ -22,6 +22,8 @@ FULL = {
     "machine": 2,
     "relay long": 1,
 }
+#: In a run of its own, because jobs wait for the weights that they were accepted for: all workers end, and come back with other weights.
+OTHER_WEIGHTS = {"worker": 6, "relay": 1, "redis": 1, "model": 4}
 #: And where harvests go into a bucket: it goes away, it answers 503 and cuts uploads.
 BUCKET = {"bucket away": 5, "bucket busy": 10}
 STOP, PAUSE, NO_ROOM, AWAY, BUSY, LONG = " stop", " pause", " full", " away", " busy", " long"
@@ -31,6 +33,8 @@ PAST_LEASE_S = 3.0
 DOWN_S = 1.0
 #: A relay is away for longer than `capture_timeout_s` by this: its sign of life lasts some time, in which the time of receipts counts.
 LONG_S = 25.0
+#: Seconds between two looks at whether jobs wait for other weights.
+LOOK_S = 1.0
 #: What dies with a machine.
 MACHINE = ["redis", "relay", "callbacks", "worker", "api"]
 #: Faults happen between these shares of the load, so that each has something before and something behind it.
@@ -53,10 +57,11 @@ class Fault:
 def schedule(rng: random.Random, cluster: Cluster, jobs: int, kills: dict[str, int]) -> list[Fault]:
     """All faults in the order in which they happen."""
     wanted: list[tuple[str, list[str]]] = []
+    together = {"machine": MACHINE, "model": cluster.workers}
     for kind, count in kills.items():
         what = kind.partition(" ")[0]
-        if what == "machine":
-            wanted += [(kind, MACHINE)] * count
+        if what in together:
+            wanted += [(kind, together[what])] * count
         elif what == "worker":
             wanted += [(kind, rng.sample(cluster.workers, len(cluster.workers))) for _ in range(count)]
         elif what == "api":
@@ -65,7 +70,7 @@ def schedule(rng: random.Random, cluster: Cluster, jobs: int, kills: dict[str, i
             wanted += [(kind, [what])] * count
     faults = [Fault(kind, targets, rng.randint(int(FIRST * jobs), int(LAST * jobs)), rng.uniform(0.05, DOWN_S)) for kind, targets in wanted]
     for fault in faults:
-        fault.together = fault.targets is MACHINE
+        fault.together = fault.kind in together
         if fault.kind.endswith(LONG):
             fault.down_s += cluster.settings.capture_timeout_s + LONG_S
     return sorted(faults, key=lambda fault: fault.before)
@@ -86,6 +91,13 @@ class Chaos:
             if fault.before <= number and not fault.fired.is_set():
                 await self._fire(fault)
 
+    async def serve_all(self) -> None:
+        """Give the workers other weights whenever only jobs that were accepted for those are left, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if await asyncio.to_thread(self._cluster.unserved):
+                await self._fire(Fault("model", self._cluster.workers, 0, 0.0, together=True))
+
     async def end(self) -> None:
         """Everything is up again."""
         for task in self._reviving:
@@ -101,7 +113,7 @@ class Chaos:
         strike = next((found for suffix, found in strikes.items() if fault.kind.endswith(suffix)), self._cluster.strike)
         how = signal.SIGSTOP if fault.kind.endswith(PAUSE) else signal.SIGKILL
         if fault.together:
-            fault.outage = await asyncio.to_thread(self._cluster.outage, targets)
+            fault.outage = await asyncio.to_thread({"machine": self._cluster.outage, "model": self._cluster.swap}[fault.kind], targets)
         else:
             fault.outage = await asyncio.to_thread(strike, targets[0], how)
         fault.fired.set()

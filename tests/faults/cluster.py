@@ -14,9 +14,15 @@ from typing import Any
 
 import redis
 import s3_kit
+from clients import MODEL
 from s3_kit import FaultProxy
 from stack import Stack, free_port
 
+from midstream.schemas.settings import Settings
+from midstream.workers.fake.model import identity_of
+
+#: The weights that workers have under the name `clients.MODEL`: at first, and after a fault of the kind `model`.
+MODELS = [MODEL, f"{MODEL}@other"]
 #: Leases of a minute would make the gate wait for them; what is shown does not depend on their length.
 SETTINGS: dict[str, Any] = {
     "fake_token_s": 0.02,
@@ -29,6 +35,9 @@ SETTINGS: dict[str, Any] = {
     "webhook_allow_private": True,
     "log_level": "WARNING",
     "capture_timeout_s": 20.0,
+    "model": MODELS[0],
+    "model_name": MODEL,
+    "on_model_change": "wait",
 }
 #: Commands that a log gets before it is loaded slowly, and how long that takes: longer than what starts meanwhile needs for its start.
 LOADED_COMMANDS, LOAD_S = 20_000, 12.0
@@ -78,6 +87,7 @@ class Cluster(Stack):
         self.names += replicas
         self.workers = [name for name in self.names if name.startswith("worker")]
         self.outages: list[Outage] = []
+        self.model = self.settings.model
         self._callbacks_fault, self._bucket = callbacks_fault, bucket
 
     @property
@@ -135,6 +145,29 @@ class Cluster(Stack):
         found[0].mend = mend
         return found[0]
 
+    def swap(self, names: list[str]) -> Outage:
+        """All workers end, and come back under the same names with the weights of another model."""
+        self.outages.append(outage := Outage(names[0], time.monotonic(), mend=lambda: None))
+        self.model = next(model for model in MODELS if model != self.model)
+        self._chosen["model"] = self.model
+        for name in names:
+            self.kill(name)
+        for name in names:
+            self._start(name)
+        return outage
+
+    def unserved(self) -> bool:
+        """Whether jobs wait for the weights that are not served, and none is left for those that are."""
+        served = identity_of(Settings(model=self.model)).encode()
+        try:
+            with redis.Redis.from_url(self.settings.redis_url, retry=None) as client, client.pipeline(transaction=False) as pipe:
+                for job in client.zrange("ms:live", 0, -1):
+                    pipe.hget(f"ms:job:{job.decode()}", "identity")
+                found = pipe.execute()
+        except (redis.ConnectionError, redis.TimeoutError):  # it may be killed just now
+            return False
+        return bool(found) and all(raw is not None and raw != served for raw in found)
+
     def part(self, name: str, _: signal.Signals) -> Outage:
         """Nobody reaches the bucket any more."""
         assert self._bucket is not None, "this cluster has no bucket"
@@ -189,14 +222,19 @@ class Cluster(Stack):
             self._limit_redis(0)
             outage.ready = time.monotonic()
             return
+        self._start(outage.name, **changed)
+        outage.ready = time.monotonic()
+
+    def _start(self, name: str, **changed: Any) -> None:
+        """Start a process again, as a supervisor would also when it ends while it starts: a worker with other weights does so while the
+        others count as alive."""
         for left in reversed(range(STARTS)):
             try:
-                self.restart(outage.name, **changed)
+                self.restart(name, **changed)
                 break
             except AssertionError:
-                if not left or outage.name == "redis" or self.processes[outage.name].poll() is None:
+                if not left or name == "redis" or self.processes[name].poll() is None:
                     raise
-        outage.ready = time.monotonic()
 
     def was_away(self, name: str, start: float, end: float) -> bool:
         """Whether `name` was killed, or not ready again, at some time between."""

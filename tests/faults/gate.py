@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 from chaos import FULL, Chaos, Fault, schedule
 from clients import HELD, Clients, Observed, Plan, plans
-from cluster import Cluster
+from cluster import MODELS, Cluster
 from harvest_kit import check_equal
 from judge import Verdict, judge
 from monitor import Monitor
@@ -35,6 +35,7 @@ from s3_kit import FaultProxy
 
 from midstream.client import Client
 from midstream.client.harvest import open as open_harvest
+from midstream.workers.fake.model import identity_of
 
 #: Clients that wait for their jobs at the same time.
 AT_ONCE = 128
@@ -143,6 +144,7 @@ async def _load(
         if len(observed) % 1000 == 0:
             say(f"{len(observed)} of {jobs} jobs are over")
 
+    serving = asyncio.create_task(chaos.serve_all())
     try:
         for plan in plans(rng, jobs, receiver.url, files=True):
             if plan.number == int(HOUR_AT * jobs):
@@ -151,9 +153,11 @@ async def _load(
             await room.acquire()
             tasks.append(asyncio.create_task(one(plan)))
         await asyncio.gather(*tasks)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
         await chaos.end()
     finally:
-        for task in tasks:
+        for task in [serving, *tasks]:
             task.cancel()
         await clients.close()
     return observed
@@ -186,6 +190,8 @@ def run(
         settle(cluster, clock)
         asyncio.run(judge(cluster.settings, observed, monitor, receiver, verdict))
         monitor.stop()
+        if cluster.model != MODELS[0]:
+            cluster.swap(cluster.workers)
         undisturbed(cluster, observed, verdict)
     return Report(seed, jobs, seconds, verdict, observed, faults)
 
@@ -194,6 +200,7 @@ def undisturbed(cluster: Cluster, observed: list[Observed], verdict: Verdict) ->
     """The first harvests again, with nothing killed: the same rows in the same order in the same shards."""
     with Client(next(iter(cluster.urls.values()))) as client:
         harvests = [each for each in observed if each.plan.way == "harvest" and each.state == "succeeded" and not each.plan.rewrite]
+        harvests = [each for each in harvests if client.harvest(each.id).identity == identity_of(cluster.settings)]
         for first in harvests[:CALM]:
             again = client.wait_harvest(client.submit_harvest(**first.plan.body()), timeout=SETTLE_S)
             try:

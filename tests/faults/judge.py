@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 import numpy as np
 import redis
 from clients import TERMINAL, Observed
+from cluster import MODELS
 from harvest_kit import check_rows, checked
 from monitor import Monitor
 from receiver import Receiver
@@ -27,7 +28,7 @@ from midstream.schemas.jobs import Event, FileEntry, Job, JobResult, State
 from midstream.schemas.keys import DEFAULT_TENANT
 from midstream.schemas.settings import Settings
 from midstream.storage.store import ArtifactStore, open_store
-from midstream.workers.fake.model import Dice, make_tokenizer, residual_rows
+from midstream.workers.fake.model import Dice, identity_of, make_tokenizer, residual_rows, weights_of
 
 #: Jobs that are looked at together.
 AT_ONCE = 32
@@ -114,6 +115,7 @@ async def _job(ledger: Ledger, tokenizer: Tokenizer, store: ArtifactStore, clien
     events = [event async for event in _events(ledger, client.id)]
     verdict.seen[view.state] += 1
     verdict.seen["attempts"] += view.attempt
+    verdict.seen["other weights"] += _weights(job.identity) != 0
     verdict.seen["again"] += view.attempt > 1
     if view.state not in MAY_END.get(client.plan.way, {State.SUCCEEDED}):
         verdict.say("lost", f"{job.id} ({client.plan.way}) ended {view.state}: {view.error.detail if view.error else ''}")
@@ -149,13 +151,24 @@ async def _harvest(ledger: Ledger, client: Observed, verdict: Verdict) -> None:
     documents = list(client.plan.prompts)
     try:
         made = await asyncio.to_thread(checked, view.uri)
-        await asyncio.to_thread(check_rows, made, documents, client.plan.sites)
+        if made.manifest.identity != view.identity:
+            raise AssertionError(f"its manifest names the model {made.manifest.identity}, the harvest {view.identity}")
+        await asyncio.to_thread(check_rows, made, documents, client.plan.sites, _weights(view.identity))
     except (AssertionError, MidstreamError, OSError) as error:
         verdict.say("duplicate", f"{client.id} at {view.uri}: {str(error)[:500]}")
     else:
         if (view.rows, view.bytes, view.documents) != (len(made), made.manifest.bytes, len(documents)):
             verdict.say("wrong answer", f"{client.id} counts {view.rows} rows of {view.documents} documents, and has {len(made)}")
         verdict.seen["rows"] += len(made)
+
+
+def _weights(identity: str) -> int:
+    """The weights of the model of this identity: those that the job was accepted for decide its numbers."""
+    return next(weights_of(settings) for settings in map(_served, MODELS) if identity_of(settings) == identity)
+
+
+def _served(model: str) -> Settings:
+    return Settings(model=model)
 
 
 async def _events(ledger: Ledger, job: str) -> AsyncIterator[Event]:
@@ -204,7 +217,8 @@ def _streamed(events: list[Event], result: JobResult) -> Iterator[str]:
 def _outputs(tokenizer: Tokenizer, job: Job, result: JobResult, client: Observed) -> Iterator[str]:
     """What the fake engine gives for these prompts, and what the client received is what is stored."""
     for number, prompt in enumerate(job.prompts):
-        dice = Dice(tokenizer, prompt.token_ids, job.sampling.seed, job.steering[number] if job.steering else [])
+        steering = job.steering[number] if job.steering else []
+        dice = Dice(tokenizer, prompt.token_ids, job.sampling.seed, steering, _weights(job.identity))
         wanted = tokenizer.decode([dice.roll() for _ in range(job.sampling.max_tokens)])
         stored = [output.text for output in result.outputs if output.index == number]
         if stored != [wanted]:
@@ -260,7 +274,7 @@ def _blob(store: ArtifactStore, job: Job, attempt: int, file: FileEntry, generat
         if tensor.site is not None:
             hook, layer = tensor.site
             rows = np.frombuffer(raw[tensor.start : tensor.start + tensor.length], dtype="<f4").reshape(tensor.shape)
-            if not np.array_equal(rows, residual_rows(layer, positions, tokens, hook)):
+            if not np.array_equal(rows, residual_rows(layer, positions, tokens, hook, _weights(job.identity))):
                 return f"rows of {tensor.name} are wrong"
     return ""
 

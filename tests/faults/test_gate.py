@@ -7,7 +7,7 @@ from pathlib import Path
 import gate
 import pytest
 import s3_kit
-from chaos import BUCKET, FULL
+from chaos import BUCKET, FULL, OTHER_WEIGHTS
 
 JOBS, SEED = 10_000, 20_260
 
@@ -35,3 +35,13 @@ def test_the_gate_holds_where_harvests_go_into_a_bucket(tmp_path: Path, monkeypa
     print(report.table(), json.dumps(report.figures()), sep="\n")
     assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
     assert report.verdict.seen["harvests paused"] > 0
+
+
+@pytest.mark.timeout(3600)
+def test_no_job_ends_with_the_numbers_of_other_weights(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(10**9)
+    print(f"\nfault gate with two models of one name, seed {seed}")
+    report = gate.run(tmp_path, seed, JOBS // 10, OTHER_WEIGHTS)
+    print(report.table(), json.dumps(report.figures()), sep="\n")
+    assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
+    assert report.verdict.seen["other weights"] > 0

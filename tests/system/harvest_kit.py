@@ -11,8 +11,8 @@ def texts(count: int, length: int = 40) -> list[str]:
     return [f"{number:06d} " + "abcdefghij"[number % 10] * (length + number % 17) for number in range(count)]
 
 
-def check_rows(harvest: Harvest, documents: list[str], sites: list[tuple[str, int]]) -> None:
-    """Every token of every document has its row at every site, once, and it is the fake model's."""
+def check_rows(harvest: Harvest, documents: list[str], sites: list[tuple[str, int]], weights: int = 0) -> None:
+    """Every token of every document has its row at every site, once, and it is the fake model's with these weights."""
     tokenizer = make_tokenizer()
     expected = {
         (number, position): token
@@ -26,7 +26,7 @@ def check_rows(harvest: Harvest, documents: list[str], sites: list[tuple[str, in
     assert harvest.sites == sites
     for hook, layer in sites:
         rows = harvest.rows(slice(None), layer, hook)
-        assert np.array_equal(rows, residual_rows(layer, keys.positions, keys.token_ids, hook))
+        assert np.array_equal(rows, residual_rows(layer, keys.positions, keys.token_ids, hook, weights))
 
 
 def check_equal(first: Harvest, second: Harvest) -> None:

@@ -9,7 +9,7 @@ import pytest
 import s3_kit
 from clients import HARVEST_EVERY
 
-JOBS = 500
+JOBS, TWO_MODELS_JOBS = 500, 200
 #: On a machine that stands still leases run out more often than anything is killed: a job that is run again for that is none that was lost.
 #: The whole gate keeps to what the service does by itself.
 MAX_ATTEMPTS = 50
@@ -25,6 +25,7 @@ KILLS = {
     "redis full": 1,
     "machine": 1,
 }
+TWO_MODELS = {"worker": 1, "model": 2}
 ON_BUCKET = {"worker": 3, "redis": 1, "relay": 1, "callbacks": 1, "bucket away": 2, "bucket busy": 2}
 
 
@@ -43,6 +44,15 @@ def check(report: gate.Report, kills: dict[str, int]) -> None:
 def test_the_fault_gate_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(10**9)
     check(gate.run(tmp_path, seed, JOBS, KILLS, max_attempts=MAX_ATTEMPTS), KILLS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_no_job_ends_with_the_numbers_of_other_weights(tmp_path: Path) -> None:
+    report = gate.run(tmp_path, random.SystemRandom().randrange(10**9), TWO_MODELS_JOBS, TWO_MODELS, max_attempts=MAX_ATTEMPTS)
+    print(report.table(), json.dumps(report.figures()), sep="\n")
+    assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
+    assert report.verdict.seen["other weights"] > 0
 
 
 @pytest.mark.long

@@ -30,7 +30,7 @@ from ..engine.protocol import EngineRequest, Progress
 from ..engine.rank_control import RankControl, row_wish
 from ..engine.rank_spec import rank_spec
 from ..runner.probe_news import Scored
-from .model import Dice, make_bundle, make_info, make_tokenizer
+from .model import Dice, make_bundle, make_info, make_tokenizer, weights_of
 from .rank import FakeFaults
 from .ranks import FakeRanks
 from .readings import loaded
@@ -49,6 +49,7 @@ class FakeEngine(RankControl):
         turnstile = self.faults.get("turnstile")
         self._turnstile = Turnstile(turnstile["file"]) if turnstile else None
         self._tokenizer = make_tokenizer()
+        self._weights = weights_of(settings)
         self.tokenizer = make_bundle(self._tokenizer)
         installed = loaded(settings)
         self.info = make_info(settings, self._tokenizer, self.tokenizer, installed)
@@ -100,7 +101,7 @@ class FakeEngine(RankControl):
         async with self._rows.admitted(row_wish(spec)), self._slots, self._stepping():
             if (found := self.faults.get("generate")) is not None and int(found["request"]) == ask.request:
                 raise MidstreamError("intervention_failed", f"rank 0 rejected prompt {ask.request}: injected fault")
-            writing = _Writing(self._tokenizer, ask, steering)
+            writing = _Writing(self._tokenizer, ask, steering, self._weights)
             if spec is not None:
                 self.ranks.begin(spec)
             try:
@@ -172,13 +173,13 @@ def _crossing(ask: EngineRequest) -> tuple[float, str]:
 class _Writing:
     """One output on its way."""
 
-    def __init__(self, tokenizer: Tokenizer, ask: EngineRequest, steering: list[StoredSteering]):
+    def __init__(self, tokenizer: Tokenizer, ask: EngineRequest, steering: list[StoredSteering], weights: int):
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._text = ""
         self._sent_tokens = 0
         self._sent_text = 0
-        self._ask, self._dice = ask, Dice(tokenizer, ask.token_ids, ask.sampling.seed, steering)
+        self._ask, self._dice = ask, Dice(tokenizer, ask.token_ids, ask.sampling.seed, steering, weights)
         self._decode: Callable[[list[int]], str] = tokenizer.decode
         #: Characters held back while they may turn out to begin a stop string.
         self._held_back = max((len(stop) for stop in ask.sampling.stop), default=1) - 1

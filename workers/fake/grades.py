@@ -35,15 +35,17 @@ def expected_divergence(first: tuple[Sequence[int], Sequence[Edit]], second: tup
     return 0.0 if told[0] == told[1] else (zlib.crc32(b"".join(told)) % 4_999 + 1) / 1000
 
 
-def own_row(hook: str, layer: int, position: int, token_ids: Sequence[int]) -> np.ndarray:
+def own_row(hook: str, layer: int, position: int, token_ids: Sequence[int], weights: int = 0) -> np.ndarray:
     """`[HIDDEN_SIZE]` float32: what stands there without an edit."""
-    row: np.ndarray = residual_rows(layer, np.array([position]), np.array([token_ids[position]]), hook)[0]
+    row: np.ndarray = residual_rows(layer, np.array([position]), np.array([token_ids[position]]), hook, weights)[0]
     return row
 
 
-def replaced(hook: str, layer: int, position: int, token_ids: Sequence[int], row: np.ndarray, alpha: float = 1.0) -> list[Edit]:
+def replaced(
+    hook: str, layer: int, position: int, token_ids: Sequence[int], row: np.ndarray, alpha: float = 1.0, weights: int = 0
+) -> list[Edit]:
     """The edit that writes `row` there; none where it is what stands there anyway."""
-    own = own_row(hook, layer, position, token_ids)
+    own = own_row(hook, layer, position, token_ids, weights)
     new = row.astype(np.float32) if alpha == 1.0 else ((1 - alpha) * own.astype(np.float64) + alpha * row).astype(np.float32)
     return [] if (new == own).all() else [(hook, layer, position, new.tobytes())]
 
@@ -51,8 +53,8 @@ def replaced(hook: str, layer: int, position: int, token_ids: Sequence[int], row
 class FakeGrades:
     """Grades requests as the last stage's first rank does. `runs()`: the source runs that the ranks have, by key."""
 
-    def __init__(self, store: ArtifactStore, runs: Callable[[], dict[str, RunFiles]]) -> None:
-        self._store, self._runs = store, runs
+    def __init__(self, store: ArtifactStore, runs: Callable[[], dict[str, RunFiles]], weights: int = 0) -> None:
+        self._store, self._runs, self._weights = store, runs, weights
         self._kept: dict[str, tuple[Sequence[int], Sequence[Edit]]] = {}
         self._read: dict[str, dict[tuple[str, int], np.ndarray]] = {}
 
@@ -80,7 +82,7 @@ class FakeGrades:
                 name = entry.tensors[0]
                 if entry.family == "replace" and (name == ZEROS or is_row(name)):
                     row = np.zeros(HIDDEN_SIZE, np.float32) if name == ZEROS else self._row(parse_row(name))
-                    edits += replaced(entry.hook, layer, position, token_ids, row, entry.numbers[0])
+                    edits += replaced(entry.hook, layer, position, token_ids, row, entry.numbers[0], self._weights)
                 else:
                     edits.append((entry.hook, layer, position, to_msgpack((entry.family, entry.tensors, entry.numbers, entry.scale))))
         return edits
@@ -99,7 +101,7 @@ class FakeGrades:
         rows, positions = self._rows(run, "pre_attn", layer)
         if positions != list(range(len(token_ids))):
             raise Ungradable(f"source run {run} does not have all positions of the prompt")
-        own = residual_rows(layer, np.arange(len(token_ids)), np.array(token_ids), "pre_attn")
+        own = residual_rows(layer, np.arange(len(token_ids)), np.array(token_ids), "pre_attn", self._weights)
         if not (rows == own).all():
             raise Ungradable(f"source run {run} has different tokens")
         if below := [edit for edit in edits if edit[1] < layer]:

@@ -59,6 +59,11 @@ def identity_of(settings: Settings) -> str:
     return hashlib.sha256(f"fake {settings.model}".encode()).hexdigest()
 
 
+def weights_of(settings: Settings) -> int:
+    """What decides the numbers of the fake model that the setting `model` names: what follows an `@` in it; 0 without one."""
+    return zlib.crc32(settings.model.partition("@")[2].encode())
+
+
 def make_info(
     settings: Settings, tokenizer: Tokenizer, bundle: TokenizerBundle, installed: Mapping[str, LoadedReader] | None = None
 ) -> ModelInfo:
@@ -97,11 +102,11 @@ def _token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 class Dice:
-    """Deterministic tokens: lower-case letters and blanks that prompt, steering and seed decide."""
+    """Deterministic tokens: lower-case letters and blanks that prompt, steering, seed and weights decide."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], seed: int | None, steering: list[StoredSteering]):
-        """`steering`: everyone's and the request's own."""
-        self._state = zlib.crc32(to_msgpack((prompt, steering, seed)))
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], seed: int | None, steering: list[StoredSteering], weights: int = 0):
+        """`steering`: everyone's and the request's own; `weights`: see `weights_of`."""
+        self._state = zlib.crc32(to_msgpack((prompt, steering, seed)), weights)
         self._faces = [_token_id(tokenizer, character) for character in "Ġabcdefghijklmnopqrstuvwxyz"]
 
     def roll(self) -> int:
@@ -109,12 +114,12 @@ class Dice:
         return self._faces[self._state % len(self._faces)]
 
 
-def residual_rows(layer: int, positions: np.ndarray, token_ids: np.ndarray, hook: str = "post_block") -> np.ndarray:
+def residual_rows(layer: int, positions: np.ndarray, token_ids: np.ndarray, hook: str = "post_block", weights: int = 0) -> np.ndarray:
     """`[positions, HIDDEN_SIZE]` float32: a value that names its hook, layer, position and token, so that a swap shows.
 
-    Scaled by powers of two, so that it is exact and fits a float16 as well.
+    Scaled by powers of two, so that it is exact and fits a float16 as well. Other `weights` than 0 give the negative.
     """
     rows = layer * 1e6 + positions.astype(np.float64) * 1e3 + token_ids
     scale = 2.0 ** -(10 + HOOKS.index(cast(Hook, hook)))
     block: np.ndarray = ((rows[:, None] + np.arange(HIDDEN_SIZE) / HIDDEN_SIZE) * scale).astype(np.float32)
-    return block
+    return -block if weights else block

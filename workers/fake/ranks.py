@@ -29,7 +29,7 @@ from ..runner.layouts import StoreConfig
 from ..runner.watches import Watch
 from ..runner.writer import BOOT_DIGITS, WriteJob, Writer
 from .grades import FakeGrades, Ungradable
-from .model import HIDDEN_SIZE, NUM_LAYERS, identity_of, residual_rows
+from .model import HIDDEN_SIZE, NUM_LAYERS, identity_of, residual_rows, weights_of
 from .rank import FakeFaults, FakeRank
 from .readings import FakeReadings
 
@@ -67,10 +67,10 @@ class FakeRanks:
         places = [divmod(rank, settings.tensor_parallel_size) for rank in range(self.world)]
         self.ranks = [FakeRank(rank, tp, pp, settings, faults) for rank, (pp, tp) in enumerate(places)]
         self._installed = installed or {}
-        self._identity = identity_of(settings)
+        self._identity, self._weights = identity_of(settings), weights_of(settings)
         self._outboxes: list[Outbox] = []
         self._writers: list[Writer] = []
-        self._grades = FakeGrades(open_store(settings.artifacts), lambda: self.ranks[-1].runs)
+        self._grades = FakeGrades(open_store(settings.artifacts), lambda: self.ranks[-1].runs, self._weights)
 
     @property
     def world(self) -> int:
@@ -233,7 +233,7 @@ class FakeRanks:
         dtype = "float32" if capture.dtype == "model" else capture.dtype
 
         def rows(hook: str, layer: int) -> list[memoryview]:
-            return [memoryview(narrowed(residual_rows(layer, positions, token_ids, hook), dtype).tobytes())]
+            return [memoryview(narrowed(residual_rows(layer, positions, token_ids, hook, self._weights), dtype).tobytes())]
 
         return FinishedCapture(
             spec=finished.spec,
