@@ -15,7 +15,7 @@ from ...broker.ledger.jobs import Ledger, reachable
 from ...broker.ledger.status import read_status
 from ...broker.ledger.steering import Account
 from ...broker.ops.liveness import RELAY_KEY
-from ...broker.ops.metrics import HELD
+from ...broker.ops.metrics import HELD, LEDGER_DURABLE
 from ...schemas.compatibility import judged, misfit_of
 from ...schemas.errors import MidstreamError
 from ...schemas.health import Health, Readiness
@@ -113,7 +113,8 @@ async def look(context: AppContext) -> Readiness:
     """
     disks = [f"{name}: {trouble}" for name, trouble in (await context.disks.troubles()).items()]
     try:
-        await context.ledger.ping()  # which Redis refuses while it cannot write
+        await context.ledger.ping()  # which Redis refuses while it cannot write, or loads its log
+        await context.ledger.check_durable()
         relay = await _relay_seen(context.ledger)
         workers = [judged(worker) for worker in await context.ledger.workers()]
         models = await context.ledger.models()
@@ -147,15 +148,26 @@ async def metrics(request: JsonRequest) -> Response[Any]:
     context = context_of(request)
     status: Status | None = None
     accounts: list[Account] = []
+    durable = False
     try:
         status = await read_status(context.ledger)
+        durable = await _is_durable(context.ledger)
         accounts = await fresh(context, None, await ask_all(context), SCRAPE_S)
     except MidstreamError:  # the metrics of this process are useful while Redis is unreachable
         status = None
     # From here on without a pause: several may be scraping.
     scraped.replace(status, accounts)
     HELD.set(context.watcher.waiting)
+    LEDGER_DURABLE.set(durable)
     return Response(generate_latest(REGISTRY), media_type=METRICS_TYPE)
+
+
+async def _is_durable(ledger: Ledger) -> bool:
+    try:
+        await ledger.check_durable()
+    except MidstreamError:
+        return False
+    return True
 
 
 ROUTES = [list_models, get_model, healthz, readyz, metrics]

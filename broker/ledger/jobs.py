@@ -26,7 +26,7 @@ from ...schemas.settings import Settings
 from ...schemas.sweeps import UnitRecord
 from ...schemas.tensors import Tensor
 from ...schemas.version import __version__
-from ..ops import redis_availability, redis_open
+from ..ops import redis_availability, redis_durability, redis_open
 from . import scripts, views
 from .aof_barrier import AofBarrier, Barrier, persistence_in
 from .auto_pipeline import PipelinedRedis
@@ -161,6 +161,11 @@ class Ledger:
     async def ping(self) -> None:
         """Raises MidstreamError("unavailable") if Redis does not answer."""
         await self.redis.ping()
+
+    @reachable
+    async def check_durable(self) -> None:
+        """Raises MidstreamError("unavailable") if Redis does not answer, or may lose what it confirms: submissions are refused then."""
+        redis_durability.refuse_lossy(await self.redis.info(), self.settings.redis_allow_lossy)
 
     @reachable
     async def written(self) -> None:

@@ -68,6 +68,7 @@ WEBHOOK_OLDEST = Gauge("midstream_webhook_oldest_due_seconds", "Age of the most 
 GLOBAL_CAPTURE_SKIPPED = Counter(
     "midstream_global_captures_left_out_total", "Prompts for which global capture was skipped, by reason", ["reason"]
 )
+LEDGER_DURABLE = Gauge("midstream_ledger_durable", "1 if Redis has an append-only file and evicts no keys, or redis_allow_lossy is set")
 LEDGER = Gauge("midstream_ledger_reachable", "1 if the job ledger (Redis) answers this process")
 HELD = Gauge("midstream_held_responses", "Calls to this process waiting for a job to change")
 REFUSALS = Counter("midstream_refusals_total", "Calls rejected because of a limit, a quota or overload", ["kind"])

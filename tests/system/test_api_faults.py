@@ -406,3 +406,19 @@ def wait_for_jobs(hand: Hand, count: int) -> None:
     while hand.count_jobs() < count:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("name", "wrong", "right"), [("appendonly", "no", "yes"), ("maxmemory-policy", "allkeys-lru", "noeviction")])
+def test_a_redis_that_is_made_lossy_makes_the_service_not_ready(api: Api, hand: Hand, name: str, wrong: str, right: str) -> None:
+    assert "midstream_ledger_durable 1.0" in api.http.get("/metrics").text
+    with hand._redis as client:
+        client.config_set(name, wrong)
+        try:
+            answer = api.http.get("/readyz")
+            assert (answer.status_code, f"CONFIG SET {name} {right}" in answer.json()["missing"][0]) == (503, True)
+            metrics = api.http.get("/metrics").text
+            assert "midstream_ledger_durable 0.0" in metrics
+            assert "midstream_ledger_reachable 1.0" in metrics
+        finally:
+            client.config_set(name, right)
+    assert "midstream_ledger_durable 1.0" in api.http.get("/metrics").text
