@@ -24,7 +24,7 @@ from ..broker.ledger.sessions import Sessions
 from ..broker.ledger.source_runs import SourceRuns
 from ..broker.ledger.steering import Steering
 from ..broker.ledger.tuned_lenses import TunedLenses
-from ..broker.ledger.watch import Watcher
+from ..broker.ledger.watch import SharedReads, Watcher
 from ..broker.ops import global_capture, logs
 from ..broker.ops.hosts import Hosts
 from ..broker.queue.celery_app import make_app as make_celery
@@ -33,6 +33,7 @@ from ..schemas.compatibility import misfit_of
 from ..schemas.errors import MidstreamError, invalid
 from ..schemas.faults import crash_point
 from ..schemas.features import FeatureSpec
+from ..schemas.harvests import HarvestView
 from ..schemas.jobs import Job, JobView, State
 from ..schemas.keys import Caller, own, scoped, shown
 from ..schemas.models import ModelInfo, TokenizerBundle
@@ -75,6 +76,8 @@ OUTAGE_PAUSE_S = 0.25
 CANCEL_AGAIN_S = 0.2
 #: Time limit for broadcasting a cancellation to workers; otherwise they notice it at their next renewal.
 BROADCAST_S = 5.0
+#: Seconds between two looks of an event stream at its harvest. All streams of a harvest share looks.
+HARVEST_LOOK_S = 0.5
 #: Captures whose rows are read for their norms at the same time; others wait.
 MEASURED_AT_ONCE = 2
 #: Of those that are read or wait, how many may be one tenant's: so long does another tenant wait at most.
@@ -107,6 +110,7 @@ class AppContext:
         self.store = open_store(settings.artifacts)
         self.disks = Disks(settings, self.store)
         self._usage = Usage(self.store, settings.capture_quota_mib << 20)
+        self.harvest_looks: SharedReads[tuple[HarvestView, bytes]] = SharedReads(HARVEST_LOOK_S / 2)
         self.open_calls = OpenCalls(settings)
         self.feed = JobFeed(ledger, watcher)
         self.figures = ServiceFigures(settings, ledger, self.steering, self.disks, self._usage)

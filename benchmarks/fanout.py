@@ -3,7 +3,8 @@
     python benchmarks/fanout.py [--jobs 600] [--concurrency 64] [--rounds 3] [--watchers 200]
 
 `alone`: one API answers held captures. `watched`: `--watchers` clients follow `GET /v1/feed`; half of them connect again every second.
-`two`: a second API has the same Redis, and no clients. `shared`: both have half of the jobs. Processor time per job is that of all API
+`two`: a second API has the same Redis, and no clients. `shared`: both have half of the jobs. `half`: one API has half as many at a time.
+Processor time per job is that of all API
 processes together: on a shared machine it is worth more than jobs per second.
 """
 
@@ -82,7 +83,9 @@ async def rounds_of(urls: list[str], options: argparse.Namespace, watching: int)
         return share * len(urls) / max(seconds for seconds, _ in took), got
 
 
-def measure(urls: list[str], pids: list[int], options: argparse.Namespace, watching: int = 0) -> dict[str, Any]:
+def measure(urls: list[str], pids: list[int], options: argparse.Namespace, watching: int = 0, at_once: float = 1.0) -> dict[str, Any]:
+    """`at_once`: share of `--concurrency`."""
+    options = argparse.Namespace(**vars(options) | {"concurrency": round(options.concurrency * at_once)})
     before = processor_s({str(pid): pid for pid in pids})
     rate, got = asyncio.run(rounds_of(urls, options, watching))
     after = processor_s({str(pid): pid for pid in pids})
@@ -103,10 +106,11 @@ def main() -> None:
         with Supervisor(prepare(wanted, data, print), say=lambda line: None) as stack:
             api = read_state(stack.data)["processes"]["api"][0]
             measure([stack.url], [api], options)  # a warm-up
-            found: dict[str, list[dict[str, Any]]] = {"alone": [], "watched": [], "two": [], "shared": []}
+            found: dict[str, list[dict[str, Any]]] = {"alone": [], "watched": [], "half": [], "two": [], "shared": []}
             for _ in range(options.rounds):
                 found["alone"].append(measure([stack.url], [api], options))
                 found["watched"].append(measure([stack.url], [api], options, options.watchers))
+                found["half"].append(measure([stack.url], [api], options, at_once=0.5))
                 with second_api(stack.settings, data) as (url, other):
                     found["two"].append(measure([stack.url], [api, other], options))
                     found["shared"].append(measure([stack.url, url], [api, other], options))

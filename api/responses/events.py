@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import AsyncIterator
 
+from ...broker.ledger.watch import EventBatch
 from ...schemas.base import to_json
 from ...schemas.errors import MidstreamError, Problem, invalid
 from ...schemas.jobs import PROBLEM_EVENT, TERMINAL, Event
@@ -22,7 +23,6 @@ PING_S = 15.0
 PING = b": ping\n\n"
 #: Begins a stream: how many milliseconds its client is to wait before it connects again.
 RETRY = b"retry: 3000\n\n"
-BATCH = 256
 
 #: Ids are those of the Redis stream.
 _ID = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")
@@ -41,7 +41,7 @@ def resume_point(header: str | None) -> str:
 
 async def follow(
     context: AppContext, job_id: str, after: str, deadline: float = math.inf, held_key: HeldKey = ALWAYS
-) -> AsyncIterator[list[Event]]:
+) -> AsyncIterator[EventBatch]:
     """Batches of events after the id `after`, in order, up to `done`; an empty batch is a sign of life.
 
     Also ends when the job is over and has no further events (they were trimmed), when the server stops, and at `deadline`
@@ -51,7 +51,7 @@ async def follow(
     over = False
     while True:
         held_key.check()
-        batch = await context.patiently(lambda after=after: context.ledger.events(job_id, after, BATCH))  # type: ignore[misc]
+        batch = await context.patiently(lambda after=after: context.watcher.events(job_id, after))  # type: ignore[misc]
         if batch:
             done = any(event.event == "done" for event in batch)
             if done:
@@ -65,7 +65,7 @@ async def follow(
             return
         left = min(last_sign + PING_S, deadline) - time.monotonic()
         if left <= 0:
-            yield []
+            yield EventBatch()
             last_sign = time.monotonic()
             # Looked at before the events are read again, so that none slips between the two.
             over = (await context.patiently(lambda: context.ledger.view(job_id))).state in TERMINAL
@@ -90,7 +90,9 @@ async def server_sent(context: AppContext, job_id: str, after: str, caller: Call
         yield RETRY
         try:
             async for batch in follow(context, job_id, after, held_key=held_key):
-                yield b"".join(map(encode, batch)) if batch else PING
+                if batch.sent is None:
+                    batch.sent = b"".join(map(encode, batch)) or PING
+                yield batch.sent
         except MidstreamError as error:
             if error.kind != "unauthorized":
                 raise

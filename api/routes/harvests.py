@@ -16,6 +16,7 @@ from ...schemas.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
 from ...schemas.keys import Caller
 from ...schemas.limits import MAX_NAME
 from ...storage.store import around, open_store
+from ..context import HARVEST_LOOK_S as LOOK_S
 from ..context import AppContext, context_of
 from ..resolve.harvests import plan_harvest
 from ..responses import events
@@ -23,9 +24,6 @@ from ..web.auth import caller_of, tenant_asked
 from ..web.body import JsonRequest
 from ..web.open_calls import EVENTS
 from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, Key, PageSize, Whose
-
-#: How often a stream looks for news, and how long it may be silent.
-LOOK_S = 0.5
 
 HarvestId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The harvest's id")]
 
@@ -76,19 +74,24 @@ async def harvest_events(harvest_id: HarvestId, request: JsonRequest) -> Respons
 
 async def _progress(context: AppContext, harvest_id: str, caller: Caller) -> AsyncIterator[bytes]:
     version, silent = 0, 0.0
+
+    async def look() -> tuple[HarvestView, bytes]:
+        view = await context.harvests.view(harvest_id)
+        return view, to_json(view)
+
     with context.key_watch.of(caller) as held_key:
         yield events.RETRY
         while not context.closing:
             try:
                 held_key.check()
-                view = await context.patiently(lambda: context.harvests.view(harvest_id))
+                view, sent = await context.patiently(lambda: context.harvest_looks.of(harvest_id, look))
             except MidstreamError as error:
                 yield events.encode_problem(error.problem(f"/v1/harvests/{harvest_id}"))
                 return
             silent += LOOK_S
             if view.version != version:
                 version, silent = view.version, 0.0
-                yield b"id: %d\nevent: progress\ndata: %b\n\n" % (version, to_json(view))
+                yield b"id: %d\nevent: progress\ndata: %b\n\n" % (version, sent)
             elif silent >= events.PING_S:
                 silent = 0.0
                 yield events.PING

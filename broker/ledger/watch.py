@@ -8,14 +8,15 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Hashable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import redis.asyncio
 import redis.exceptions
 
 from ...schemas.errors import MidstreamError
+from ...schemas.jobs import Event
 from ..ops import redis_open
 from .jobs import Ledger, not_found
 from .views import after_id
@@ -33,8 +34,41 @@ STIRRED = b"e"
 #: Seconds of silence after which the pub/sub connection is pinged.
 HEALTH_CHECK_S = 5
 RECONNECT_S = 0.2
+#: Events of a job that are read at a time.
+BATCH = 256
 PATTERN = "ms:changed:*"
 PREFIX = len("ms:changed:")
+
+
+class SharedReads(Generic[T]):
+    """Reads that several callers want at the same time: made once, for all of them. `fresh_s`: for how long an answer counts.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self, fresh_s: float = 0.0) -> None:
+        self._fresh_s = fresh_s
+        self._made: dict[Hashable, asyncio.Future[T]] = {}
+
+    async def of(self, key: Hashable, read: Callable[[], Awaitable[T]]) -> T:
+        """What `read` gives, or has given another caller for the same key. A caller that is cancelled cancels no other's read."""
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = asyncio.ensure_future(read())
+            made.add_done_callback(lambda done: self._done(key, done))
+        return await asyncio.shield(made)
+
+    def _done(self, key: Hashable, done: asyncio.Future[T]) -> None:
+        if self._fresh_s and not done.cancelled() and done.exception() is None:
+            done.get_loop().call_later(self._fresh_s, self._made.pop, key, None)
+        else:
+            del self._made[key]
+
+
+class EventBatch(list[Event]):
+    """Events that all readers at one place of a job's stream get. `sent`: as the first of them has rendered them."""
+
+    sent: bytes | None = None
 
 
 class Waiter:
@@ -56,6 +90,8 @@ class Watcher:
         self._ledger = ledger
         self._waiting: dict[str, set[Waiter]] = {}
         self._heard: OrderedDict[str, tuple[int, str]] = OrderedDict()  # version and state, heard on the current connection
+        self._reads: SharedReads[EventBatch] = SharedReads()
+        self._messages = 0  # heard so far
         self._task: asyncio.Task[None] | None = None
         self._hearing = asyncio.Event()
         #: Called with the id of every job of which a change is heard, and when changes may have been missed.
@@ -121,9 +157,18 @@ class Watcher:
         after_id(after)
 
         async def look(_: bool) -> bool | None:
-            return bool(await self._ledger.events(job_id, after, count=1)) or None
+            return bool(await self.events(job_id, after)) or None
 
         return await self._until(job_id, Waiter((), stirred=True), look, timeout) is not None
+
+    async def events(self, job_id: str, after: str) -> EventBatch:
+        """The next events after the event id `after`, read once for all who want them. Raises as `Ledger.events`."""
+
+        async def read() -> EventBatch:
+            return EventBatch(await self._ledger.events(job_id, after, BATCH))
+
+        # Not a read that was begun before the latest message: it may lack what that message was about.
+        return await self._reads.of((job_id, after, self._messages), read)
 
     async def _until(self, job_id: str, waiter: Waiter, look: Callable[[bool], Awaitable[T | None]], timeout: float) -> T | None:
         """The result of `look`, or None after `timeout`. Registers before it looks, so that no change is missed.
@@ -201,6 +246,7 @@ class Watcher:
                 await connection.disconnect()
 
     def _wake(self, job_id: str, told: bytes) -> None:
+        self._messages += 1
         if self.on_change is not None:
             self.on_change(job_id)
         waiters = self._waiting.get(job_id, ())

@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -119,3 +120,29 @@ def held(api: Api, tries: int = 600) -> int:
             return 0
         time.sleep(0.1)
     return waiting
+
+
+def test_many_followers_of_a_job_cost_redis_as_much_as_one(api: Api, hand: Hand) -> None:
+    followers = 40
+    job_id = api.submit()
+    url = f"{api.url}/v1/jobs/{job_id}/events"
+
+    def reads() -> int:
+        with hand._redis as client:
+            return int(client.info("commandstats")["cmdstat_xrange"]["calls"])
+
+    with ExitStack() as streams:
+        lines = [streams.enter_context(httpx.stream("GET", url, timeout=60)).iter_lines() for _ in range(followers)]
+        for each in lines:
+            assert next(line for line in each if line.startswith("data")) == 'data: {"state":"queued","attempt":0}'
+        claim = hand.claim(job_id)
+        for each in lines:
+            assert "running" in next(line for line in each if line.startswith("data"))
+        time.sleep(0.5)  # all wait again
+        before = reads()
+        hand.say(claim, "hello")
+        for each in lines:
+            assert '"text":"hello"' in next(line for line in each if line.startswith("data"))
+        assert reads() - before < followers, "each would read for itself, more than once"
+        hand.store(claim)
+        assert all([line for line in each if line.startswith("event")][-1] == "event: done" for each in lines)
