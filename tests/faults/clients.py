@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def sites(self) -> list[tuple[str, int]]:
-        return sorted((hook, layer) for hook, layers in self.hooks.items() for layer in layers)
+        return [(hook, layer) for hook, layers in self.hooks.items() for layer in layers]
 
     @property
     def others(self) -> list[str]:
