@@ -136,12 +136,42 @@ def test_a_load_without_progress_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     assert not load.watch({"loading": 0})
 
 
+def fill_log(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as client, client.pipeline(transaction=False) as pipe:
+        for number in range(LOADED_COMMANDS):
+            pipe.set("ms:test-load", number)
+        pipe.execute()
+
+
+def test_a_redis_that_loads_its_log_is_checked_when_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(redis_durability, "ASK_AGAIN_S", 0.05)
+    codes: list[int] = []
+    stack = Stack(tmp_path)
+    try:
+        stack.restart("redis")
+        fill_log(stack.settings.redis_url)
+        stack.kill("redis")
+        loading = threading.Thread(target=stack.load_redis, args=(2.0,))
+        loading.start()
+        stack.await_loading()
+        redis_durability.require(stack.settings, codes.append)
+        checking = [thread for thread in threading.enumerate() if thread.name == "redis durability"]
+        loading.join()
+        for thread in checking:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in checking)
+    finally:
+        stack.stop()
+    assert "waiting for Redis, which loads its log" in caplog.text
+    assert codes == []
+
+
+@pytest.mark.long
 def test_processes_that_start_while_redis_loads_its_log_wait_for_it(tmp_path: Path) -> None:
     with Stack(tmp_path, api=True) as stack:
-        with redis.Redis.from_url(stack.settings.redis_url) as client, client.pipeline(transaction=False) as pipe:
-            for number in range(LOADED_COMMANDS):
-                pipe.set("ms:test-load", number)
-            pipe.execute()
+        fill_log(stack.settings.redis_url)
         for name in [*stack.names, "redis"]:
             stack.kill(name)
 
