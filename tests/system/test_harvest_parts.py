@@ -395,6 +395,29 @@ def test_a_source_that_cannot_be_read_fails_at_once_and_says_where(redis_url: st
     Rig(redis_url, tmp_path, harvest_sources=str(corpora))(scenario)
 
 
+def test_a_source_that_changes_ends_the_harvest_without_a_manifest(redis_url: str, tmp_path: Path) -> None:
+    corpora = tmp_path / "corpora"
+    corpora.mkdir()
+
+    def write(documents: list[str]) -> None:
+        (corpora / "texts.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in documents))
+
+    write(DOCUMENTS)
+
+    async def scenario(rig: Rig) -> None:
+        async with rig.worker() as runs:
+            harvest = await submitted(rig, source=HarvestSource(path="texts.jsonl", format="jsonl"), root=str(corpora))
+            await work(rig, runs, harvest.id, parts=1)
+            write(DOCUMENTS[::-1])
+            view = await work(rig, runs, harvest.id)
+        assert view.error is not None
+        assert (view.state, view.error.status, view.error.field) == ("failed", 409, "source.path")
+        assert "'texts.jsonl' was changed since the harvest was planned" in view.error.detail
+        assert not (Path(harvest.uri) / "manifest.json").exists()
+
+    Rig(redis_url, tmp_path, harvest_sources=str(corpora))(scenario)
+
+
 def test_a_part_that_keeps_failing_ends_the_harvest(redis_url: str, tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         async with rig.worker(fault="refuse:request=1") as runs:

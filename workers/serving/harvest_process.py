@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections import OrderedDict
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -246,6 +247,8 @@ def main() -> None:
     limit = int(sys.argv[1]) << 20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where the machine's memory ends first, it is not the worker that ends
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no message
     server = Server(output)
