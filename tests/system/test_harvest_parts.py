@@ -357,7 +357,8 @@ def test_a_submission_that_comes_late_does_not_put_a_part_out(redis_url: str, tm
         await harvests.submit(harvest)
         await harvests.ask(harvest.id, "cancel")
         record: dict[str, Any] = {"state": "planning", "wanted": "run"}
-        await harvests._submit(harvest, record, "planning", [], {})
+        async with rig.worker():
+            await harvests._submit(harvest, record, "planning", [], {})
         await harvests._show(harvest.id, record, "running", "")
         assert (await harvests.view(harvest.id)).state == "cancelled"
         assert not await rig.ledger.redis.exists(f"ms:harvest-out:{harvest.id}", f"ms:harvest-begun:{harvest.id}")
