@@ -17,7 +17,7 @@ import redis.exceptions
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
-from ...schemas.base import from_json, from_msgpack, to_json, to_msgpack
+from ...schemas.base import from_json, from_msgpack, now, to_json, to_msgpack
 from ...schemas.compatibility import OLDEST_WIRE, WIRE
 from ...schemas.errors import MidstreamError, Problem
 from ...schemas.jobs import Event, Job, JobPage, JobResult, JobView, Output, State
@@ -439,10 +439,13 @@ class Ledger:
         Raises MidstreamError("invalid_request") for a cursor that is not ours.
         """
         score, last = views.parse_cursor(cursor)
+        listed = views.jobs_in(state, tenant)
+        if state is State.EXPIRED:  # none is younger
+            score = min(score, now() - self.settings.result_ttl_s)
         found: list[JobView] = []
         scanned = 0
         while len(found) < limit and scanned < PAGE_SCAN:
-            chunk = await self._older(score, last, tenant)
+            chunk = await self._older(score, last, listed)
             if not chunk:
                 return JobPage(jobs=found)
             async with self.redis.pipeline(transaction=False) as pipe:
@@ -457,16 +460,15 @@ class Ledger:
                     found.append(view)
                     if len(found) == limit:
                         break
-        more = await self._older(score, last, tenant, 1)
+        more = await self._older(score, last, listed, 1)
         return JobPage(jobs=found, next=views.format_cursor(score, last) if more else None)
 
-    async def _older(self, score: float, last: str, tenant: str | None, count: int = PAGE_CHUNK) -> list_[tuple[str, float]]:
-        """Up to `count` (job id, creation time) after the place (score, last), newest first."""
-        jobs = views.listing("jobs", tenant)
+    async def _older(self, score: float, last: str, listed: str, count: int = PAGE_CHUNK) -> list_[tuple[str, float]]:
+        """Up to `count` (job id, creation time) of a listing after the place (score, last), newest first."""
         found: list_[tuple[str, float]] = []
         offset = 0
         while len(found) < count:  # jobs with the same time are ordered by id: skip those already returned
-            rows = await self.redis.zrevrangebyscore(jobs, score, "-inf", start=offset, num=count, withscores=True)
+            rows = await self.redis.zrevrangebyscore(listed, score, "-inf", start=offset, num=count, withscores=True)
             offset += count
             found += [(name.decode(), at) for name, at in rows if at < score or name.decode() < last]
             if len(rows) < count:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ...schemas.base import now
 from ...schemas.faults import crash_point
 from ...schemas.settings import Settings
+from ...schemas.states import State
 from ..queue.celery_app import UNACKED, lists_of, queue_of
 from ..queue.messages import job_of_task
 from . import scripts
@@ -207,7 +208,10 @@ class Reaper:
         pruned = 0
         for name, found in old.items():
             if dropped := gone.intersection(found):
-                count = await self._redis.zrem(name, *dropped)
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    for listed in (name, *(name.replace("ms:jobs", f"ms:jobs-in:{state}", 1) for state in State)):
+                        pipe.zrem(listed, *dropped)
+                    count, *_ = await pipe.execute()
                 pruned += count if name == "ms:jobs" else 0
         return pruned
 

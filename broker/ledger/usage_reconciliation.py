@@ -21,7 +21,7 @@ class UsageReconciliation:
         """`bound`: the `Scripts` of an asynchronous client. `at`: the time, in seconds since the epoch."""
         self._scripts, self._settings, self._at, self._slice = bound, settings, at, slice_
         self._name = secrets.token_hex(8)
-        self._left = ["live", "captures", "harvests"]
+        self._left = ["live", "captures", "harvests", "jobs"]
         self._cursor = b"0"
 
     async def step(self) -> list[str] | None:

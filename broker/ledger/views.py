@@ -280,6 +280,11 @@ def after_id(last: str) -> str:
     return f"({last}"
 
 
+def jobs_in(state: State | None, tenant: str | None) -> str:
+    """The zset that lists the jobs of a state. It also has those that read `expired` by now, and for `expired` there is none."""
+    return listing("jobs" if state in (None, State.EXPIRED) else f"jobs-in:{state}", tenant)
+
+
 def listing(kind: str, tenant: str | None) -> str:
     """The zset that lists jobs or captures by the time of creation: a tenant's own, or all."""
     return f"ms:{kind}" if tenant is None else f"ms:{kind}:{tenant}"

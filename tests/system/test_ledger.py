@@ -11,6 +11,7 @@ from ledger_kit import BOOT, IDENTITY, WORKER, claimed, make_job, open_ledger, o
 
 from midstream.broker.ledger import views
 from midstream.broker.ledger.jobs import EventsLost, Ledger
+from midstream.broker.ledger.reaper import Reaper
 from midstream.broker.ops import redis_server
 from midstream.schemas.base import now
 from midstream.schemas.compatibility import OLDEST_WIRE, WIRE
@@ -332,6 +333,64 @@ def test_an_event_retried_after_a_lost_response_is_stored_once(redis_url: str) -
                     assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
             told = [(event.attempt, event.data["index"]) for event in await ledger.events(job.id) if event.event == "output"]
             assert told == [(attempt, number) for attempt in (1, 2) for number in (1, 2, 3)]
+
+    asyncio.run(main())
+
+
+def test_a_list_of_a_state_reads_only_the_jobs_in_it(redis_url: str) -> None:
+    """From submission through every move, and where another version has written no lists; what has expired is not listed as its state."""
+
+    async def main() -> None:
+        async with open_ledger(redis_url, result_ttl_s=1000) as ledger:
+            jobs = [make_job(tenant="ada" if place % 2 else "bob") for place in range(120)]
+            for job in jobs:
+                await ledger.submit(job, {})
+            ran, stopped = jobs[0], jobs[1]
+            assert await ledger.claim(ran.id, WORKER, BOOT, 1, IDENTITY)
+            await ledger.request_cancel(stopped.id)
+
+            async def listed(state: State, tenant: str | None = None) -> list[str]:
+                before = await ledger.redis.info("commandstats")
+                page = await ledger.list(state=state, tenant=tenant, limit=200)
+                after = await ledger.redis.info("commandstats")
+                assert page.next is None
+                read = after["cmdstat_hmget"]["calls"] - before["cmdstat_hmget"]["calls"]
+                assert read == len(page.jobs), "no record is read in vain"
+                assert {view.state for view in page.jobs} <= {state}
+                return [view.id for view in page.jobs]
+
+            async def check(running: bool) -> None:
+                assert await listed(State.RUNNING) == await listed(State.RUNNING, "bob") == ([ran.id] if running else [])
+                assert await listed(State.ABORTED) == await listed(State.ABORTED, "ada") == [stopped.id]
+                assert await listed(State.RUNNING, "ada") == await listed(State.ABORTED, "bob") == await listed(State.FAILED) == []
+                assert set(await listed(State.QUEUED)) == {job.id for job in jobs} - {stopped.id} - ({ran.id} if running else set())
+
+            await check(running=True)
+            await ledger.release(ran.id, 1)
+            await check(running=False)
+            assert len(await listed(State.QUEUED, "ada")) == 59
+            await ledger.redis.delete(*await ledger.redis.keys("ms:jobs-in:*"))
+            await Reaper(ledger, ledger.settings).sweep()
+            await check(running=False)
+            await ledger.redis.hset(f"ms:job:{stopped.id}", "finished", repr(now() - 2000))
+            assert (await ledger.list(state=State.ABORTED)).jobs == []
+
+    asyncio.run(main())
+
+
+def test_the_jobs_of_a_state_that_have_expired_are_listed_and_dropped(redis_url: str) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, result_ttl_s=1000) as ledger:
+            old, gone = (make_job(created=now() - 3000) for _ in range(2))
+            for job in (old, gone, make_job()):
+                await ledger.submit(job, {})
+                await ledger.request_cancel(job.id)
+            await ledger.redis.hset(f"ms:job:{old.id}", "finished", repr(now() - 2000))
+            assert [view.id for view in (await ledger.list(state=State.EXPIRED)).jobs] == [old.id]
+            await ledger.redis.delete(f"ms:job:{gone.id}")
+            await Reaper(ledger, ledger.settings).sweep()
+            for name in ("ms:jobs", "ms:jobs:default", "ms:jobs-in:aborted", "ms:jobs-in:aborted:default"):
+                assert await ledger.redis.zcard(name) == 2, name
 
     asyncio.run(main())
 

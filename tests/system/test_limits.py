@@ -304,6 +304,7 @@ def test_an_abandoned_usage_count_changes_nothing(redis_url: str) -> None:
                 await claimed(ledger, late, ranks=1)
                 settler(redis_url).settle(WORKER, 0, EPOCH, [(seq, receipt(late, files=[a_file(size)]))])
                 assert await present.step() is None
+            assert await present.step() is None, "the lists of jobs"
             told = await present.step()
             assert sorted(told or []) == ["t/bytes: 2200 instead of 1500", "t/jobs: 11 instead of 3"], "what came meanwhile counts once"
             assert await ledger.redis.keys("ms:recount*") == []

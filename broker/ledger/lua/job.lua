@@ -10,7 +10,7 @@ end
 local FIELDS = {
   'state', 'attempt', 'version', 'worker', 'boot', 'lease', 'generated', 'receipts', 'expected',
   'captures', 'steers', 'everyone', 'partial', 'kind', 'model', 'asked', 'prompts', 'retried', 'cells_expected',
-  'tenant', 'priority', 'expires', 'callback', 'step', 'cost', 'cells', 'shelved', 'identity',
+  'tenant', 'priority', 'expires', 'callback', 'step', 'cost', 'cells', 'shelved', 'identity', 'created',
 }
 
 -- The job as a table, or nil if there is none.

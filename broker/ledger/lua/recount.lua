@@ -1,8 +1,8 @@
 -- Recount usage from unfinished jobs, stored captures and harvests, in slices, because Redis serves no other client during a script.
 -- Items already counted are in `ms:recount-seen`: a change of their usage updates both counts (`tally`). Other items are
 -- counted as they are when their turn comes, and new ones from their creation. So the final count is that of its last moment.
--- Every queued job is also put back where the reaper looks.
--- args: name (of this count), which ('live', 'captures' or 'harvests'), cursor ('0' at first), many (how many to examine)
+-- Every queued job is also put back where the reaper looks, and every job is in the lists of its state: versions without them wrote some.
+-- args: name (of this count), which ('live', 'captures', 'harvests' or 'jobs'), cursor ('0' at first), many (how many to examine)
 -- returns the next cursor, '0' when all were examined; '' if another count has replaced this one, or Redis has restarted
 local name, which, cursor = of_this_start(args.name), args.which, args.cursor
 if redis.call('HGET', RECOUNT, 'name') ~= name then
@@ -46,6 +46,12 @@ function look.captures(id)
   local tenant, bytes = unpack(redis.call('HMGET', key('capture', id), 'charged', 'bytes'))
   if tenant and redis.call('SADD', SEEN, key('capture', id)) == 1 then
     add(tenant, 'bytes', tonumber(bytes))
+  end
+end
+function look.jobs(id, created)
+  local state, tenant = unpack(redis.call('HMGET', key('job', id), 'state', 'tenant'))
+  if state then
+    list_job(id, state, tenant or 'default', created)
   end
 end
 function look.harvests(id, created)

@@ -131,6 +131,7 @@ if idem then
   redis.call('SET', key('idem', idem), id .. ':' .. args.body, 'EX', args.result_ttl)
 end
 local job = read(id)
+list_job(id, 'queued', tenant, args.created)
 enter(job)
 if args.cells > 0 then
   tally_cells(job, job.cells_expected)

@@ -9,6 +9,16 @@ local function note_capture(job, ...)
   return true
 end
 
+-- The lists of jobs in a state, by creation time: of all tenants, and the tenant's own.
+local function lists_in(state, tenant)
+  return key('jobs-in', state), key('jobs-in', state .. ':' .. tenant)
+end
+local function list_job(id, state, tenant, created)
+  local all, own = lists_in(state, tenant)
+  redis.call('ZADD', all, created, id)
+  redis.call('ZADD', own, created, id)
+end
+
 -- Count of entries into each state, for metrics. Kept here so that each change is counted once, whichever process makes it.
 local function count(job)
   redis.call('HINCRBY', 'ms:counts', job.model .. '/' .. job.state, 1)
@@ -78,6 +88,10 @@ local function move(job, to, capture_status)
   if on_leave[from] then
     on_leave[from](job, to)
   end
+  local all, own = lists_in(from, job.tenant)
+  redis.call('ZREM', all, job.id)
+  redis.call('ZREM', own, job.id)
+  list_job(job.id, to, job.tenant, job.created)
   job.state = to
   redis.call('HSET', key('job', job.id), 'state', to, STAMP[to], args.at)
   event(job, 'state', '{"state":"' .. to .. '","attempt":' .. job.attempt .. '}')
