@@ -144,7 +144,9 @@ class SourceFile(Record, array_like=True, kw_only=True):
     stamp: str  # see `storage.store.Handle`
 
 
-class Plan(Record, kw_only=True):
+class HarvestPlan(Record, kw_only=True):
+    """The units of a source, and the files that they are in."""
+
     files: list[SourceFile]
     units: list[PlannedUnit]
     parts: int  # so many runs of units, each the work of a job

@@ -14,11 +14,11 @@ from ...schemas.harvest_work import HarvestPart
 from ...schemas.harvests import (
     OVER,
     HarvestPage,
+    HarvestPlan,
     HarvestState,
     HarvestView,
     Line,
     PartFile,
-    Plan,
     PlanFile,
     StoredHarvest,
     UnitEntry,
@@ -121,7 +121,7 @@ class Harvests:
         if raw is None:
             raise not_found(harvest_id)
         harvest = from_msgpack(raw, StoredHarvest)
-        return harvest if lines is None else _with_lines(harvest, from_msgpack(lines, list[Line]))
+        return harvest if lines is None else _with_lines(harvest, from_msgpack(lines, list[str | list[int]]))
 
     @reachable
     async def view(self, harvest_id: str) -> HarvestView:
@@ -174,7 +174,7 @@ class Harvests:
 
     # ---- the worker's side --------------------------------------------------------------------------------------------
 
-    async def planned(self, job: Job, attempt: int, plan: Plan, file: PlanFile) -> Kept:
+    async def planned(self, job: Job, attempt: int, plan: HarvestPlan, file: PlanFile) -> Kept:
         """The plan is durable in the harvest's store."""
         fields = {"units": len(plan.units), "parts": plan.parts, "weight": plan.weight, "plan": to_json(file).decode(), "planned": 1}
         return await self._keep(job, attempt, set=fields)

@@ -14,7 +14,7 @@ import pytest
 from harvest_kit import texts
 
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.harvests import HarvestCut, HarvestSource, Plan, StoredHarvest
+from midstream.schemas.harvests import HarvestCut, HarvestPlan, HarvestSource, StoredHarvest
 from midstream.workers.fake.model import make_bundle, make_tokenizer
 from midstream.workers.serving.harvest_cut import Document
 from midstream.workers.serving.harvest_process import SourceProcess, SourceReader
@@ -41,7 +41,7 @@ def reader(process: SourceProcess, folder: Path, path: str, **changes: Any) -> S
     return SourceReader(process, StoredHarvest(**(fields | changes)), make_bundle(tokenizer), str(folder), tokenizer.get_vocab_size())
 
 
-async def everything(made: SourceReader) -> tuple[Plan, list[Document]]:
+async def everything(made: SourceReader) -> tuple[HarvestPlan, list[Document]]:
     plan = await made.plan()
     return plan, [document for unit in plan.units for document in await made.read(plan, unit)]
 

@@ -11,7 +11,7 @@ import pytest
 
 from midstream.broker.artifacts.corpora import find, roots_of, store_of
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.harvests import HarvestSource, Plan, PlannedUnit, StoredHarvest
+from midstream.schemas.harvests import HarvestPlan, HarvestSource, PlannedUnit, StoredHarvest
 from midstream.schemas.settings import Settings
 from midstream.storage.store import open_store
 from midstream.workers.fake.model import make_bundle, make_tokenizer
@@ -42,11 +42,11 @@ def reader(folder: Path, source: HarvestSource, **changes: Any) -> Reader:
     return Reader(StoredHarvest(**(fields | changes)), bundle, Settings(harvest_sources=str(folder)), VOCABULARY)
 
 
-def read(made: Reader, plan: Plan, unit: PlannedUnit) -> list[Document]:
+def read(made: Reader, plan: HarvestPlan, unit: PlannedUnit) -> list[Document]:
     return made.read(plan.files[unit.file] if plan.files else None, unit)
 
 
-def texts_of(made: Reader, plan: Plan) -> list[tuple[int, str]]:
+def texts_of(made: Reader, plan: HarvestPlan) -> list[tuple[int, str]]:
     found = []
     for unit in plan.units:
         for document in read(made, plan, unit):

@@ -56,8 +56,8 @@ def test_golden_frames_decode(kind: frames.Kind) -> None:
     assert frame == frames.Frame(kind, "0123456789abcdef" * 2, 7, b"payload")
 
 
-#: Read from what this very process wrote, or from a file of this machine.
-OF_THIS_MACHINE = {"PlaneConfig", "JobRequest"}
+#: Read from what this very process or a child of it wrote, or from a file of this machine.
+OF_THIS_MACHINE = {"PlaneConfig", "JobRequest", "Request", "Reply"}
 
 
 def decoded_types() -> Iterator[tuple[str, str]]:

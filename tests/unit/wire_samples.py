@@ -18,7 +18,7 @@ from midstream.broker.receipts.frames import Hello, Kind, Refusal
 from midstream.schemas.base import to_json, to_msgpack
 from midstream.schemas.errors import Problem
 from midstream.schemas.handling import Callback
-from midstream.schemas.harvests import HarvestSource, PartFile, PartManifest, Plan, StoredHarvest, UnitEntry
+from midstream.schemas.harvests import HarvestPlan, HarvestSource, PartFile, PartManifest, PlanFile, StoredHarvest, UnitEntry
 from midstream.schemas.jobs import Event, Job, Output
 from midstream.schemas.keys import Key, Tenant
 from midstream.schemas.lens import TunedLens
@@ -43,10 +43,10 @@ FILE = Path(__file__).parents[1] / "data" / "wire.json"
 MSGPACK: tuple[Any, ...] = (
     Receipt, LostRange, Hello, Refusal, Job, Output, RankSpec, Run, RunFiles, UnitRecord, Module, Proposal, GlobalSteering,
     WorkerSteering, Tensor, TokenizerBundle, Key, Tenant, Lora, LensPart, FeaturesPart, ReaderPart, Probe, Sae,
-    TunedLens, StoredHarvest, UnitEntry, Plan, Session,
+    TunedLens, StoredHarvest, UnitEntry, HarvestPlan, Session,
 )  # fmt: skip
 JSON: tuple[Any, ...] = (
-    ModelInfo, WorkerInfo, Event, Problem, Callback, DeliveryAttempt, LoraUse, Out, PartFile, PartManifest, SweepRequest,
+    ModelInfo, WorkerInfo, Event, Problem, Callback, DeliveryAttempt, LoraUse, Out, PartFile, PlanFile, PartManifest, SweepRequest,
 )  # fmt: skip
 
 #: Where a value is bound by more than its type.

@@ -21,7 +21,7 @@ import numpy as np
 
 from ...schemas.base import from_msgpack, to_msgpack
 from ...schemas.errors import MidstreamError
-from ...schemas.harvests import Plan, PlannedUnit, SourceFile, StoredHarvest
+from ...schemas.harvests import HarvestPlan, PlannedUnit, SourceFile, StoredHarvest
 from ...schemas.models import TokenizerBundle
 from ...schemas.settings import Settings
 from .harvest_cut import Document
@@ -60,7 +60,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     at: str = ""
     unknown: bool = False
     problem: tuple[str, str, str | None, str | None] | None = None  # kind, detail, field, allowed
-    plan: Plan | None = None
+    plan: HarvestPlan | None = None
     special: tuple[int | None, int | None] | None = None  # ids of BOS and EOS
     documents: list[tuple[int, bytes]] = []  # number, token ids as int32
 
@@ -71,7 +71,7 @@ class SourceReader:
     def __init__(self, process: "SourceProcess", harvest: StoredHarvest, bundle: TokenizerBundle, roots: str, vocabulary: int) -> None:
         self._process, self._opening = process, Opening(harvest, bundle, roots, vocabulary)
 
-    async def plan(self) -> Plan:
+    async def plan(self) -> HarvestPlan:
         """See `HarvestSource.plan`."""
         plan = (await self._ask("the source", Request(self._opening.harvest.id))).plan
         assert plan is not None, "a plan is answered by one"
@@ -83,7 +83,7 @@ class SourceReader:
         assert special is not None, "special tokens are answered by them"
         return special
 
-    async def read(self, plan: Plan, unit: PlannedUnit) -> list[Document]:
+    async def read(self, plan: HarvestPlan, unit: PlannedUnit) -> list[Document]:
         """See `HarvestSource.read`."""
         file = plan.files[unit.file] if plan.files else None
         place = f"documents {unit.document} to {unit.document + unit.documents - 1} (in {file.key if file else 'source.lines'})"

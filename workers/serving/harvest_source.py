@@ -13,7 +13,7 @@ from zlib_ng import zlib_ng
 from ...broker.artifacts.corpora import find, missing, roots_of
 from ...schemas.base import to_msgpack
 from ...schemas.errors import MidstreamError
-from ...schemas.harvests import Line, Plan, PlannedUnit, SourceFile, StoredHarvest
+from ...schemas.harvests import HarvestPlan, Line, PlannedUnit, SourceFile, StoredHarvest
 from ...schemas.limits import MAX_DOCUMENT_BYTES
 from ...schemas.models import TokenizerBundle
 from ...schemas.settings import Settings
@@ -60,13 +60,13 @@ class HarvestSource:
 
     # Planning
 
-    def plan(self) -> Plan:
+    def plan(self) -> HarvestPlan:
         """The units of the whole source. Raises MidstreamError naming file and place."""
         files: list[SourceFile] = []
         found = self._units(files) if self._source.lines is None else self._grouped(self._source.lines)
         units = list(found if self._harvest.max_tokens is None else self._limited(files, found, self._harvest.max_tokens))
         size = max(min(PART_UNITS, -(-len(units) // 4)), -(-len(units) // MOST_PARTS), 1)
-        return Plan(files=files, units=units, parts=-(-len(units) // size))
+        return HarvestPlan(files=files, units=units, parts=-(-len(units) // size))
 
     def _units(self, files: list[SourceFile]) -> Iterator[PlannedUnit]:
         """Those of all files, each of which is added to `files` once it is read."""

@@ -28,9 +28,9 @@ from ...schemas.harvests import (
     FORMAT,
     MANIFEST,
     HarvestManifest,
+    HarvestPlan,
     PartFile,
     PartManifest,
-    Plan,
     PlanFile,
     PlannedUnit,
     ShardEntry,
@@ -129,19 +129,19 @@ class HarvestAttempt:
         await self._put(harvest, store, MANIFEST, to_json(manifest), close)
         self._check(await patiently(lambda: self._harvests.sealed(job, attempt), f"end of {harvest.id}"))
 
-    async def _read_plan(self, harvest: StoredHarvest, store: ArtifactStore) -> tuple[PlanFile, Plan]:
+    async def _read_plan(self, harvest: StoredHarvest, store: ArtifactStore) -> tuple[PlanFile, HarvestPlan]:
         file = await patiently(lambda: self._harvests.plan(harvest.id), f"plan of {harvest.id}")
 
-        def read() -> Plan:
+        def read() -> HarvestPlan:
             with store.open(file.key) as handle:
                 if checksum(handle) != file.crc32:
                     raise MidstreamError("capture_damaged", f"{file.key} is not what was written: its CRC32 differs")
-                return from_msgpack(handle.read(0, handle.size), Plan)
+                return from_msgpack(handle.read(0, handle.size), HarvestPlan)
 
         return file, await asyncio.to_thread(read)
 
     def _manifest(
-        self, harvest: StoredHarvest, store: ArtifactStore, parts: Sequence[PartFile], plan: Plan, file: PlanFile
+        self, harvest: StoredHarvest, store: ArtifactStore, parts: Sequence[PartFile], plan: HarvestPlan, file: PlanFile
     ) -> HarvestManifest:
         """What the parts add up to; removes what is in none of them."""
         units: list[UnitEntry] = []
@@ -404,7 +404,7 @@ class HarvestAttempt:
         return receipts
 
 
-def _check_documents(units: Sequence[UnitEntry], plan: Plan) -> None:
+def _check_documents(units: Sequence[UnitEntry], plan: HarvestPlan) -> None:
     """Every document that was planned is in the unit that it was planned for; those beyond a limit of tokens in none."""
     if len(units) != len(plan.units):
         raise MidstreamError("internal", f"{len(units)} of {len(plan.units)} units are recorded: nothing is removed")
