@@ -137,17 +137,27 @@ def _with_parts(args: tuple[Any, ...], encoder: Any) -> Iterator[Piece]:
 
 
 async def _send(connection: Any, pieces: list[Piece]) -> None:
-    """Send large pieces in slices, so that neither the process nor its memory is full of them."""
+    """Send large pieces in slices, so that neither the process nor its memory is full of them.
+
+    The slices of a command go over one connection: redis-py would open another one in between, where the rest of an argument, perhaps the
+    text of a prompt, would be read as commands. What ends the sending closes the connection. Raises redis.ConnectionError.
+    """
     if not any(isinstance(piece, Parts) or len(piece) > LARGE for piece in pieces):
         await connection.send_packed_command(pieces)
         return
-    check = True  # once, before the first slice
-    for piece in pieces:
-        for part in piece if isinstance(piece, Parts) else [piece]:
-            for start in range(0, len(part), SLICE):
-                await connection.send_packed_command([memoryview(part)[start : start + SLICE]], check_health=check)
-                check = False
-                await asyncio.sleep(0)
+    begun = False
+    try:
+        for piece in pieces:
+            for part in piece if isinstance(piece, Parts) else [piece]:
+                for start in range(0, len(part), SLICE):
+                    if begun and not connection.is_connected:
+                        raise redis.exceptions.ConnectionError("the connection was closed while a command was sent")
+                    await connection.send_packed_command([memoryview(part)[start : start + SLICE]], check_health=not begun)
+                    begun = True
+                    await asyncio.sleep(0)
+    except BaseException:
+        await connection.disconnect(nowait=True)
+        raise
 
 
 async def _exchange(connection: Any, pieces: list[Piece], count: int) -> list[Any]:

@@ -39,7 +39,6 @@ PRUNE_LIMIT, PRUNE_LEAST = 2000, 50
 SECONDS_PER_MESSAGE = 1e-3
 #: Seconds between two recounts of usage; and until the next one if a recount could not be completed.
 RECOUNT_S, RECOUNT_AGAIN_S = 3600.0, 60.0
-#: kombu's hash of delivered, unacknowledged messages.
 
 #: The task id in a message's headers; `\\` because a message may be quoted inside another JSON document.
 _TASK_ID = re.compile(rb'\\?"id\\?": ?\\?"([^"\\]+)')

@@ -1,7 +1,7 @@
 """Does each of many commands that travel together get its own answer, its own error, and none but its own?"""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import hiredis
@@ -109,3 +109,23 @@ def test_an_unreachable_redis_fails_every_pipelined_call() -> None:
         assert all(isinstance(answer, redis.exceptions.ConnectionError) for answer in answers)
 
     with_client("redis://127.0.0.1:1/0", body)
+
+
+def test_a_connection_that_is_closed_within_a_large_argument_gets_no_rest_of_it(redis_url: str) -> None:
+    """On another connection the rest, which may be the text of a prompt, would be commands."""
+    closing: list[asyncio.Task[None]] = []
+
+    async def body(client: Any) -> None:
+        parts = [b"x" * LARGE, b"x" * LARGE, b"\r\nHSET sizes injected 1\r\n"]
+
+        def make() -> Iterator[bytes]:
+            yield parts[0]
+            if not closing:  # as at a failover; it happens once the next part is out
+                closing.append(asyncio.create_task(client.connection_pool.disconnect()))
+            yield from parts[1:]
+
+        await client.hset("sizes", mapping={b"".join(parts): "large"})
+        assert await client.hget("sizes", Parts(sum(map(len, parts)), make)) == b"large", "sent again from its beginning"
+        assert await client.hget("sizes", "injected") is None
+
+    with_client(redis_url, body)
