@@ -31,7 +31,7 @@ pytestmark = pytest.mark.long
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     model = fetch_demo_model()
     options = {"engine": "vllm", "model": str(model), "model_name": "demo", "max_model_len": 512, "kv_cache_gib": 0.5, "certify": False}
-    options |= {"global_capture": "post_block:15", "global_capture_tag": "ops"}
+    options |= {"dtype": "float32", "global_capture": "post_block:15", "global_capture_tag": "ops"}
     with Stack(tmp_path_factory.mktemp("harvest"), api=True, start_timeout_s=180, **options, **SLOW) as stack:
         yield stack
 

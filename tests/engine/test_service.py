@@ -26,7 +26,7 @@ CHAT = [{"role": "user", "content": "Name a colour."}]
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     model = fetch_demo_model()
     options = {"engine": "vllm", "model": str(model), "model_name": "demo", "max_model_len": 1024, "kv_cache_gib": 0.5, **SLOW}
-    options["log_format"] = "json"
+    options |= {"dtype": "float32", "log_format": "json"}
     with Stack(tmp_path_factory.mktemp("service"), api=True, start_timeout_s=180, **options) as stack:
         yield stack
 

@@ -30,7 +30,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("sae")
     (directory / "saes").mkdir()
     options = {"engine": "vllm", "model": str(fetch_demo_model()), "model_name": "demo", "max_model_len": 256, "kv_cache_gib": 0.25}
-    slow = {"lease_s": 15.0, "visibility_timeout_s": 30, "sae_dir": str(directory / "saes"), "certify": False}
+    slow = {"lease_s": 15.0, "visibility_timeout_s": 30, "sae_dir": str(directory / "saes"), "certify": False, "dtype": "float32"}
     with Stack(directory, api=True, start_timeout_s=300, **options, **slow) as stack:
         yield stack
 
