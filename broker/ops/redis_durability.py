@@ -31,7 +31,7 @@ PROGRESS_S, STALLED_S = 10.0, 60.0
 def dangers(info: dict[str, Any]) -> list[str]:
     """Why a Redis that answers INFO like this may forget jobs; empty when it does not. `info`: also a section of it alone."""
     found = []
-    if not info.get("aof_enabled", True):
+    if not info.get("aof_enabled", True) and not info.get("loading"):  # it counts as off while it is loaded
         found.append("it has no append-only file (`CONFIG SET appendonly yes`)")
     if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
         found.append(f"it evicts keys when full: maxmemory-policy is {policy} (`CONFIG SET maxmemory-policy noeviction`)")

@@ -134,6 +134,7 @@ def test_a_load_without_progress_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(SettingsError, match="no progress"):
         load.watch({"loading": 1, "loading_loaded_bytes": 6})
     assert not load.watch({"loading": 0})
+    assert redis_durability.dangers({"aof_enabled": 0, "loading": 1}) == [], "the log counts as off while it is loaded"
 
 
 def fill_log(redis_url: str) -> None:
