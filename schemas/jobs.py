@@ -192,6 +192,7 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     probes: list[StoredProbe] = []  # that score all its prompts
     global_captures: list[CaptureSpec] = []  # of a sweep or harvest, whose prompts are not in `prompts`: what the operator captures of them
     identity: str = ""  # of the model that it was accepted for; empty: by a version that knew none, and no worker takes it
+    contents: dict[str, str] = {}  # what else it names, and what the operator adds: `sae/NAME`, `watching/NAME`, … → digest
 
     @property
     def wants_receipts(self) -> bool:
@@ -373,6 +374,8 @@ class JobView(Record, omit_defaults=True):
     steered: bool = False  # something edits it: its own steering, its adapter, or the global steering that it was started under
     lora: LoraUse | None = None
     identity: str = ""  # of the model that it was accepted for, and that alone computes it
+    contents: dict[str, str] = {}  # what it uses: `sae/NAME`, `tuned/NAME`, `probe/NAME`, `lora/NAME`, `watching/NAME`, … → digest
+    global_version: int | None = None  # of the global steering that its attempt began under; null: it has not begun
 
 
 class JobResult(Record):

@@ -21,6 +21,7 @@ from ...schemas.handling import Handling, callback_of
 from ...schemas.images import digest_of
 from ...schemas.jobs import Job, Sampling, StoredPrompt
 from ...schemas.keys import EVERYBODY, Caller, scoped
+from ...schemas.lens import FittedLens
 from ...schemas.limits import MAX_CHOICE_TOKENS, MAX_INT64, MAX_PROMPTS
 from ...schemas.loras import StoredLora
 from ...schemas.models import ModelInfo
@@ -28,6 +29,7 @@ from ...schemas.probes import StoredProbe
 from ...schemas.selectors import DimensionSelector, LayerSelector, RequestedPositions, Span, no_text, parts_of
 from ...schemas.specs import PatchSpec, StoredCapture, StoredSteering
 from .captures import Bounds, PromptFacts, has_text, resolve_captures
+from .feature_wishes import FeatureWish
 from .gates import gated_by
 from .images import check_number as check_number_of_images
 from .images import placed
@@ -356,12 +358,28 @@ async def admit(
         lora=lora,
         probes=list(probes),
         identity=model.identity,
+        contents=_contents(parsed, model, model_state, lora, probes),
         **handled(parsed.handling, caller),
     )
     named = {name for module in model_state.modules.values() for name in module.tensors}
     named |= {name for probe in probes for name in probe.content.tensors}
     blobs |= {digest_of(data): data for prompt in parsed.prompts for data in prompt.images}
     return Admitted(job, blobs, sorted(named - blobs.keys()))
+
+
+def _contents(
+    parsed: ParsedRequest, model: ModelInfo, model_state: ModelState, lora: StoredLora | None, probes: Sequence[StoredProbe]
+) -> dict[str, str]:
+    """`Job.contents`."""
+    saes = [*model_state.features.saes.values(), *(wish.sae for wish in parsed.features if isinstance(wish, FeatureWish))]
+    found = {f"sae/{sae.name}": sae.digest for sae in saes}
+    if isinstance(parsed.lens, FittedLens):
+        found[f"tuned/{parsed.lens.found.name}"] = parsed.lens.found.digest
+    if lora is not None:
+        found[f"lora/{lora.name}"] = lora.digest
+    for probe in probes:
+        found |= {f"watching/{probe.name}": f"{probe.digest} {probe.action}"} if probe.watching else {f"probe/{probe.name}": probe.digest}
+    return found | {f"{each.kind}/{each.name}": each.digest for each in model.extensions}
 
 
 def modules_of(parsed: ParsedRequest) -> list[str]:

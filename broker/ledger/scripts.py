@@ -254,6 +254,7 @@ def submit(
         blob_ttl=BLOB_TTL_FACTOR * settings.result_ttl_s,
         tags=to_json(tags) if tags else None,
         modules=to_json(job.modules),
+        contents=to_json(job.contents),
         cells=job.sweep.num_cells if job.sweep is not None else 0,
         runs=to_json(job.runs),
         lora=to_json(use_of(job.lora)) if job.lora is not None else None,

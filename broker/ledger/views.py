@@ -40,7 +40,7 @@ FIELDS = [
     "state", "kind", "model", "attempt", "version", "created", "queued", "started", "generated", "cancelling", "finished", "worker",
     "capture_status", "receipts", "expected", "prompts", "error", "metadata", "captures", "steers", "everyone", "global_version",
     "retried", "modules", "runs", "run", "cells", "cells_expected",
-    "tenant", "priority", "expires", "callback", "lora", "probed", "identity",
+    "tenant", "priority", "expires", "callback", "lora", "probed", "identity", "contents",
 ]  # fmt: skip
 
 #: Ranges of positions that a detail lists; the rest are only counted.
@@ -113,6 +113,8 @@ def view(job_id: str, values: Sequence[bytes | None], settings: Settings) -> Job
         lora=from_json(record["lora"], LoraUse) if "lora" in record else None,
         probed="probed" in record,
         identity=record["identity"].decode() if "identity" in record else "",
+        contents=from_json(record["contents"], dict[str, str]) if "contents" in record else {},
+        global_version=int(record["global_version"]) if "global_version" in record else None,
     )
 
 

@@ -8,12 +8,10 @@ import msgspec
 
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.handling import Handling
-from ...schemas.jobs import JobRequest, JobResult, JobView
-from ...schemas.probes import ProbeUse
+from ...schemas.jobs import JobRequest, JobView
+from ...schemas.probes import Probe, ProbeUse
 from ...schemas.version import __version__
 
-#: Of the model's card, what says which model it is. `digest`: of the checkpoint's files.
-MODEL_FACTS = ("id", "digest", "architecture", "num_layers", "hidden_size", "vocab_size", "dtype", "quantization")
 #: Fields of a request that do not decide a result.
 _ASIDE = {*Handling.__struct_fields__, "metadata", "model", "prompts", "messages"}
 
@@ -41,25 +39,47 @@ def named(request: JobRequest) -> Iterator[Named]:
         yield "lora", request.lora
 
 
-def used(view: JobView, result: JobResult) -> dict[Named, str]:
-    """What names stood for when the job was accepted, as far as the server says so."""
+def operators(card: dict[str, Any], probes: Sequence[Probe]) -> dict[Named, str]:
+    """What applies to every request to the model: its extensions, and the probes that watch all traffic."""
+    found = {(each["kind"], each["name"]): each["digest"] for each in card.get("extensions", [])}
+    return found | {("watching", probe.name): f"{probe.digest} {probe.watch}" for probe in probes if probe.watch is not None}
+
+
+def identity(card: dict[str, Any]) -> str:
+    """The identity of the model. Raises MidstreamError("version_mismatch") where the service reports none: results could be anyone's."""
+    found = card.get("identity")
+    if not found:
+        raise MidstreamError("version_mismatch", f"the service reports no identity of model {card.get('id')!r}: upgrade it, workers first")
+    return str(found)
+
+
+def used(view: JobView) -> dict[Named, str]:
+    """What names stood for when the job was accepted, and what else applied to it."""
     found = {("module", name): digest for name, digest in view.modules.items()} | {("run", name): job for name, job in view.runs.items()}
-    found |= {("probe", each.probe): each.digest for each in result.probes}
-    found |= {("sae", each.sae): each.digest for each in result.features or []}
-    return found | ({("lora", result.lora.name): result.lora.digest} if result.lora else {})
+    for place, digest in view.contents.items():
+        kind, _, name = place.partition("/")
+        found[kind, name] = digest
+    return found
 
 
-def check(expected: dict[Named, str], found: dict[Named, str]) -> None:
-    """Raises MidstreamError `conflict` where a name stands for other content than at the beginning."""
-    for name, digest in expected.items():
-        if found.get(name, digest) != digest:
-            raise MidstreamError("conflict", f"{name[0]} {name[1]!r} was changed while its prompts were computed")
+def check(view: JobView, identity: str, names: dict[Named, str], steering: int) -> None:
+    """Raises MidstreamError `conflict` where the job was computed by another model than `identity`, with other contents than `names`, or
+    under another version of global steering. What the job does not report is not equal."""
+    found = used(view)
+    if view.identity != identity:
+        raise MidstreamError("conflict", f"the model {view.model!r} was changed while its prompts were computed")
+    for kind, name in sorted(names.keys() | found.keys()):
+        if found.get((kind, name)) != names.get((kind, name)):
+            raise MidstreamError("conflict", f"{kind} {name!r} was changed while its prompts were computed, or the job does not report it")
+    if view.global_version != steering:
+        raise MidstreamError("conflict", "global steering was changed while prompts were computed")
 
 
-def base(request: JobRequest, facts: dict[str, Any], names: dict[Named, str], steering: str) -> bytes:
-    """Digest of everything but the prompt. `facts`: of the model. `steering`: digest of global steering."""
+def base(request: JobRequest, identity: str, names: dict[Named, str], steering: str) -> bytes:
+    """Digest of everything but the prompt. `identity`: of the model. `steering`: digest of global steering."""
     fields = {name: getattr(request, name) for name in request.__struct_fields__ if name not in _ASIDE}
-    content = {"request": fields, "model": facts, "names": sorted([*name, digest] for name, digest in names.items()), "global": steering}
+    model, contents = [request.model, identity], sorted([*name, digest] for name, digest in names.items())
+    content = {"request": fields, "model": model, "names": contents, "global": steering}
     return hashlib.sha256(msgspec.json.encode(content, order="deterministic")).digest()
 
 

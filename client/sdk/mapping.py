@@ -109,6 +109,7 @@ class _Plan:
 
     request: JobRequest  # without prompts
     base: bytes
+    identity: str  # of the model
     names: dict[map_key.Named, str]
     steering: int  # version of global steering
 
@@ -136,12 +137,12 @@ class MapCalls(CaptureCalls, SteeringCalls, SaeCalls, LoraCalls, TunedLensCalls,
         the same for all. Results come in the order of the input, or with `ordered=False` as they are complete.
 
         `cache`: a folder in which results are kept, by the SHA-256 of model, prompt and request. A second call computes what is
-        missing; so does one after the first was killed, which also finds the jobs that were running. The key covers: the name of the
-        model, the digest of its files, its architecture, dtype and quantisation; the prompt; every field of the request but
-        handling (`priority`, `expires_in`, `callback_…`) and `metadata`; the content of what it names (modules, adapters,
-        autoencoders, tuned lenses, probes, source runs, extensions); and global steering. It does not cover the versions of Midstream
-        and vLLM, nor probes that the operator has watch all traffic. Equal prompts share one result. `keep_captures`: download the
-        captured rows into the cache; without it, they stay on the server.
+        missing; so does one after the first was killed, which also finds the jobs that were running. The key covers: the name and
+        the identity of the model; the prompt; every field of the request but handling (`priority`, `expires_in`, `callback_…`) and
+        `metadata`; the content of what it names (modules, adapters, autoencoders, tuned lenses, probes, source runs); extensions;
+        global steering, and the probes that watch all traffic. Every job must report the same, with or without a cache: otherwise
+        `conflict` is raised. The versions of Midstream and vLLM are not covered. Equal prompts share one result. `keep_captures`:
+        download the captured rows into the cache; without it, they stay on the server.
 
         A refusal that passes (429, 503 with Retry-After, no connection) is repeated for up to `patience` seconds without any
         progress; a job that fails for no fault of its own is submitted up to `attempts` times. Other errors are raised with the index
@@ -160,7 +161,7 @@ class MapCalls(CaptureCalls, SteeringCalls, SaeCalls, LoraCalls, TunedLensCalls,
         total = len(prompts) if isinstance(prompts, Sized) else None
         store = await self._io.work(MapCache, cache) if cache is not None else None
         try:
-            plan = await self._plan(fields, store is not None)
+            plan = await self._plan(fields)
             mapping = _Mapping(self, plan, iter(prompts), store, ordered, job_prompts, in_flight, keep_captures, attempts, patience)
             with mapped_bar(total) if progress else nullcontext() as show:
                 async with aclosing(mapping.items()) as items:
@@ -172,20 +173,17 @@ class MapCalls(CaptureCalls, SteeringCalls, SaeCalls, LoraCalls, TunedLensCalls,
             if store is not None:
                 store.close()
 
-    async def _plan(self, fields: dict[str, Any], keyed: bool) -> _Plan:
+    async def _plan(self, fields: dict[str, Any]) -> _Plan:
         for name in ("prompts", "prompt", "messages"):
             if name in fields:
                 raise invalid(name, "is the first argument of map", allowed="map(prompts, …)")
         request = map_key.checked_request(wire.job_request(None, {**fields, "prompts": ["-"]}))
-        if not keyed:
-            return _Plan(request, b"", {}, -1)
         model = request.model
         card = await self.model(model)
-        facts = {name: card.get(name) for name in map_key.MODEL_FACTS}
-        facts["extensions"] = [[each["kind"], each["name"], each["digest"]] for each in card.get("extensions", [])]
-        names = {named: await self._digest(named, model) for named in sorted(set(map_key.named(request)))}
+        identity, names = map_key.identity(card), map_key.operators(card, await self.probes(model))
+        names |= {named: await self._digest(named, model) for named in sorted(set(map_key.named(request)))}
         steering = await self.global_steering(model)
-        return _Plan(request, map_key.base(request, facts, names, steering.digest), names, steering.version)
+        return _Plan(request, map_key.base(request, identity, names, steering.digest), identity, names, steering.version)
 
     async def _digest(self, named: map_key.Named, model: str) -> str:
         """Of what a name stands for now. Raises `not_found`."""
@@ -389,9 +387,7 @@ class _Mapping:
         if view.state == State.CANCELLED:
             raise _located(MidstreamError("internal", f"job {view.id} was cancelled"), chunk)
         result = await self._calls.result(view.id)
-        map_key.check(self._plan.names, map_key.used(view, result))
-        if self._plan.steering >= 0 and result.determinism and result.determinism.global_version != self._plan.steering:
-            raise MidstreamError("conflict", "global steering was changed while prompts were computed")
+        map_key.check(view, self._plan.identity, self._plan.names, self._plan.steering)
         results = {entry.key: sliced(result, number, len(chunk.entries)) for number, entry in enumerate(chunk.entries)}
         rows = await self._rows(chunk, view) if self._keep else None
         if self._cache is not None:

@@ -85,6 +85,8 @@ def test_a_probe_that_watches_scores_every_request_and_shows_in_metrics_only(sta
         client.watch_probe("watcher", "steer")
     assert (refused.value.field, refused.value.allowed) == ("action", "none, flag, stop")
     assert client.watch_probe("watcher").watch == "flag"
+    mapped = client.map(["hello there"], model="fake-model", max_tokens=2, progress=False)
+    assert list(client.job(next(iter(mapped)).result.id).contents) == ["watching/watcher"]
     result = client.run(prompts=["hello there"], max_tokens=2, model="fake-model")
     assert (result.probes, result.determinism is not None, client.job(result.id).probed) == ([], True, True)
     answer = client.completion(model="fake-model", prompt="hello there", max_tokens=2)

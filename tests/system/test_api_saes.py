@@ -136,6 +136,10 @@ def test_one_request_is_read_by_several_autoencoders(stack: Stack) -> None:
         assert found == [(request, *each) for request in (0, 1) for each in of_one]
         both = client.features_of("hello", {"gated": 4, "jumprelu": 2}, model="fake-model")
         assert {name: len(each.of(0)) for name, each in both.items()} == {"gated": 2, "jumprelu": 1}
+        steering = [{"sae": "gated", "feature": 1, "op": "ablate"}]
+        mapped = client.map(["hello"], model="fake-model", features=wanted[1:], steering=steering, max_tokens=1, progress=False)
+        job = client.job(next(iter(mapped)).result.id)
+        assert job.contents == {f"sae/{name}": digest for name, digest in digests.items()}
         one = client.features("hello", "gated", top_k=4, model="fake-model", positions=[2])
         assert (one.word(0), one.of(0)) == (both["gated"].word(2), both["gated"].of(2))
 

@@ -61,6 +61,9 @@ def test_a_tuned_lens_is_registered_replaced_listed_named_and_removed(stack: Sta
         changed = client.register_lens("mine", "all", hook="resid_pre")
         assert (changed.replaced, changed.hook) == (made.digest, "pre_attn")
         assert client.lens("hello", tuned="mine").hook == "pre_attn"
+        job = client.submit(model="fake-model", prompts=["a"], lens={"tuned": "mine"}, sampling={"max_tokens": 1})
+        assert (job.contents, client.wait(job).global_version) == ({"tuned/mine": changed.digest}, 0)
+        assert len(list(client.map(["a"], lens={"tuned": "mine"}, max_tokens=1, progress=False))) == 1
         client.unregister_lens("mine")
         assert client.tuned_lenses() == []
 

@@ -27,7 +27,10 @@ class Jobs:
     biggest: int = 4096
     name: str = "job_{}"
     modules: dict[str, str] = field(default_factory=dict)  # as jobs report them
-    digest: str = "checkpoint"  # of the model
+    identity: str = "checkpoint"  # of the model
+    contents: dict[str, str] = field(default_factory=dict)  # as jobs report them, and the next
+    version: int = 0  # of global steering
+    watching: dict[str, str] = field(default_factory=dict)  # probes that watch all traffic → their digests
     steering: str = ""  # of global steering
     slow: set[int] = field(default_factory=set)  # numbers of jobs that run until `slow` is emptied
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -50,7 +53,11 @@ class Jobs:
         if method == "POST" and parts[-1] == "jobs":
             return self._submit(key, json.loads(body))
         if parts[1] == "models":
-            return 200, {"id": "m", "digest": self.digest, "extensions": []}, None
+            return 200, {"id": "m", "identity": self.identity, "extensions": []}, None
+        if parts[1] == "probes":
+            content = {"hook": "post_block", "layer": 0, "labels": ["a"], "tensors": [], "thresholds": [None]}
+            known = {"model": "m", "hidden_size": 1, "bytes": 1, "created": 0.0, "watch": "flag", "content": content}
+            return 200, {"probes": [{"name": name, "digest": digest, **known} for name, digest in self.watching.items()]}, None
         if parts[1:3] == ["steering", "global"]:
             view = {"model": "m", "version": 0, "digest": self.steering, "entries": [], "changed": 0.0, "applied": True, "workers": []}
             return 200, view, None
@@ -90,7 +97,8 @@ class Jobs:
         return 202, self._view(job, State.FAILED if job in self.errors and self.running == 0 else State.QUEUED), None
 
     def _view(self, job: str, state: State) -> JobView:
-        return JobView(id=job, model="m", state=state, error=self.errors.get(job), modules=self.modules, **VIEW)
+        facts = {"modules": self.modules, "contents": self.contents, "identity": self.identity, "global_version": self.version}
+        return JobView(id=job, model="m", state=state, error=self.errors.get(job), **facts, **VIEW)
 
     def _result(self, job: str) -> JobResult:
         prompts = self.jobs[job]["prompts"] or self.jobs[job]["messages"]

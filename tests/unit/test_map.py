@@ -226,7 +226,7 @@ def test_the_key_does_not_cover_how_jobs_are_handled(tmp_path: Path) -> None:
     assert item.cached
 
 
-@pytest.mark.parametrize("changed", [{"digest": "other"}, {"steering": "other"}])
+@pytest.mark.parametrize("changed", [{"identity": "other"}, {"steering": "other"}])
 def test_the_key_covers_the_model_and_global_steering(tmp_path: Path, changed: dict[str, str]) -> None:
     mapped(Jobs(), ["a"], cache=tmp_path / "cache")
     (item,) = mapped(Jobs(**changed), ["a"], cache=tmp_path / "cache")  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from midstream.client.sdk import map_key, wire
@@ -104,29 +103,58 @@ def test_what_a_request_names_is_what_jobs_say_that_they_used() -> None:
     kinds = {"module": ["calm", "joy", "row"], "sae": ["first", "second"], "run": ["clean"], "probe": ["doubt", "lies"]}
     kinds |= {"tuned": ["lens"], "lora": ["french"]}
     assert sorted(map_key.named(request)) == sorted((kind, name) for kind, names in kinds.items() for name in names)
-    view = JobView(id="job_1", kind="generate", model="m", state=State.SUCCEEDED, attempt=1, version=1, created=1.0)
-    view = msgspec.structs.replace(view, modules={"joy": "of joy"}, runs={"clean": "job_0"})
-    assert map_key.used(view, result(1)) == {
-        ("module", "joy"): "of joy",
-        ("run", "clean"): "job_0",
-        ("probe", "lies"): "of lies",
-        ("sae", "first"): "of first",
-        ("sae", "second"): "of second",
-        ("lora", "french"): "of french",
-    }
 
 
-def test_a_name_that_stands_for_other_content_is_an_error() -> None:
-    map_key.check({("sae", "first"): "a"}, {("sae", "first"): "a", ("sae", "second"): "b"})
-    map_key.check({("tuned", "lens"): "a"}, {})  # jobs do not say which
-    with pytest.raises(MidstreamError, match="sae 'first' was changed"):
-        map_key.check({("sae", "first"): "a"}, {("sae", "first"): "b"})
+def a_view(**changes: Any) -> JobView:
+    """Of a job that used a module, a tuned lens and an autoencoder, and was watched."""
+    fields: dict[str, Any] = {
+        "id": "job_1", "kind": "generate", "model": "m", "state": State.SUCCEEDED, "attempt": 1, "version": 1, "created": 1.0,
+        "modules": {"joy": "of joy"}, "contents": {"sae/first": "of first", "tuned/lens": "of lens", "watching/guard": "of guard stop"},
+        "identity": "a", "global_version": 3,
+    }  # fmt: skip
+    return JobView(**fields | changes)
+
+
+NAMES = {("module", "joy"): "of joy", ("sae", "first"): "of first", ("tuned", "lens"): "of lens", ("watching", "guard"): "of guard stop"}
+
+
+def test_a_job_that_used_what_was_planned_is_accepted() -> None:
+    map_key.check(a_view(), "a", NAMES, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"identity": "b"}, "the model 'm'"),
+        ({"identity": ""}, "the model 'm'"),
+        ({"modules": {"joy": "another"}}, "module 'joy'"),
+        ({"modules": {}}, "module 'joy'"),
+        ({"runs": {"clean": "job_0"}}, "run 'clean'"),
+        ({"contents": {}}, "sae 'first'"),
+        ({"contents": a_view().contents | {"tuned/lens": "another"}}, "tuned 'lens'"),
+        ({"contents": a_view().contents | {"watching/guard": "of guard flag"}}, "watching 'guard'"),
+        ({"contents": a_view().contents | {"watching/new": "of new flag"}}, "watching 'new'"),
+        ({"global_version": 4}, "global steering"),
+        ({"global_version": 0}, "global steering"),
+        ({"global_version": None}, "global steering"),
+    ],
+)
+def test_a_job_that_used_or_reports_anything_else_is_a_conflict(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(MidstreamError, match=f"^{named} was changed") as caught:
+        map_key.check(a_view(**changes), "a", NAMES, 3)
+    assert caught.value.kind == "conflict"
+
+
+@pytest.mark.parametrize("card", [{}, {"identity": ""}, {"identity": None}])
+def test_a_service_that_reports_no_identity_is_not_mapped_over(card: dict[str, Any]) -> None:
+    with pytest.raises(MidstreamError, match="reports no identity"):
+        map_key.identity(card)
 
 
 def test_the_key_covers_the_content_that_names_stand_for() -> None:
     request = wire.job_request(None, {"model": "m", "prompts": ["-"], "steering": [{"module": "joy"}]})
-    keys = {map_key.base(request, {}, {("module", "joy"): digest}, "") for digest in ("first", "second")}
-    assert len(keys) == 2
+    keys = {map_key.base(request, identity, {("module", "joy"): digest}, "") for digest in ("first", "second") for identity in "ab"}
+    assert len(keys) == 4
 
 
 def test_a_job_of_another_attempt_is_another_job() -> None:

@@ -1,7 +1,7 @@
 -- Accept a job: record, blobs, listing and idempotency key in one commit.
 -- args: id, spec (packed), created (text), kind, model, prompts, asked, captures, steers, metadata (JSON), written_by, idem (idempotency
 --       key, or nil), body (its body's sha256), blob_ttl, tags (JSON list of the tags under which captures become files, or nil), modules
---       (JSON of the named ones), cells (of a sweep), runs (JSON of the source runs that patch it), run (name of the run that
+--       (JSON of the named ones), contents (JSON of what else is named), cells (of a sweep), runs (JSON of the source runs that patch it), run (name of the run that
 --       it makes, or nil), packed_run, lora (JSON of the adapter's name and digest, or nil), probed (whether probes score it), identity (of the model), tenant, priority, expires (text, or nil), callback (JSON, or nil), request (the body as JSON, or nil), cost (tokens), files (whether its
 --       user captures into files), limits (defaults where the tenant has none of its own), blobs: {sha256, bytes, or false to take
 --       the pinned tensor} of each
@@ -93,6 +93,7 @@ end
 redis.call('HSET', key('job', id), 'spec', spec, 'state', 'queued', 'attempt', 0, 'version', 1, 'created', args.created,
   'queued', args.at, 'kind', args.kind, 'model', model, 'prompts', args.prompts, 'asked', args.asked,
   'captures', args.captures and '1' or '0', 'steers', args.steers and '1' or '0', 'metadata', args.metadata, 'modules', args.modules,
+  'contents', args.contents,
   'cells', 0, 'cells_expected', args.cells, 'runs', args.runs, 'run', args.run or '', 'tenant', tenant, 'priority', priority,
   'step', STEPS[args.kind][priority], 'cost', args.cost, 'written_by', args.written_by, 'receipts', 0, 'expected', 0,
   'capture_status', args.captures and 'pending' or 'not_requested', 'identity', args.identity)
