@@ -1,13 +1,14 @@
 """Does the certification run prove right adapters on the real engine, and refuse wrong ones by name?"""
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from families import BF16_ONLY, CHANGED, FAMILIES, checkpoint
+from families import BF16_ONLY, CHANGED, FAMILIES, checkpoint, configs
 from host import NO_RELAY, Host, capture_of, prompt_of
 from nursery import Nursery
 from tiny import CHECKPOINTS, LAYERS
@@ -36,9 +37,10 @@ def start(nursery: Nursery, folder: Path) -> Iterator[Callable[..., Host]]:
     """Start an engine that certifies a checkpoint, unless the settings say otherwise, with a fault. Each ends with its test."""
     started: list[Host] = []
 
-    def begin(name: str, fault: str = "", env: dict[str, str] | None = None, **settings: Any) -> Host:
+    def begin(name: str | Path, fault: str = "", env: dict[str, str] | None = None, **settings: Any) -> Host:
         number = len(list(folder.glob("engine-*")))
-        host = nursery.host(folder / f"engine-{number}", checkpoint(name, folder / name), env, fault=fault, **(SMALL | settings))
+        path = name if isinstance(name, Path) else checkpoint(name, folder / name)
+        host = nursery.host(folder / f"engine-{number}", path, env, fault=fault, **(SMALL | settings))
         started.append(host)
         return host
 
@@ -59,8 +61,9 @@ def test_what_is_unproven_is_in_the_certificate_and_every_manifest(start: Callab
     host = start("llama", hooks="attn_out", engine_options={"max_logprobs": 7}, engine_unproven=True)
     made = certificate_of(host)
     assert (made.proven, list(made.unproven), host.info["hooks"]) == ([], ["attn_out"], ["attn_out"])
-    assert ["max_logprobs=7" in caveat for caveat in made.caveats] == [True, False]
+    assert ["max_logprobs=7" in caveat for caveat in made.caveats] == [True, False, True]
     assert made.caveats[1] == "attn_out is unproven: the setting hooks leaves out what would prove it"
+    assert made.caveats[2].startswith("not compared with transformers: options of vLLM that are not proven")
     host.run(job := host.job(prompt_of(9), max_tokens=1, capture=capture_of([0], "all_prompt", hook="attn_out")))
     assert host.capture(job).manifest(0).caveats == host.info["caveats"] == made.caveats
 
@@ -70,6 +73,7 @@ def test_every_hook_is_proven_and_nothing_of_the_run_is_left(start: Callable[...
     made = certificate_of(host)
     assert (made.proven, made.absent, made.not_compared) == (list(HOOKS), {}, {})
     assert all(law.ok for law in made.laws)
+    assert compared(made) == dict.fromkeys([*HOOKS, "logits"], True)
     names = " ".join(law.law for law in made.laws)
     wanted = ["post_block = post_attn + mlp_out", "[L+1]", "MLP(mlp_in)", "embedding", "EAGLE-3", "chunked", "decoding", "mixed"]
     assert [want for want in wanted if want not in names] == []
@@ -130,6 +134,48 @@ def test_every_wrong_adapter_of_every_family_is_refused(start: Callable[..., Hos
     assert host.call("certify_with", "")["certificate"]["proven"] == hooks
 
 
+def compared(made: Certificate) -> dict[str, bool]:
+    """Hook, or `logits` → whether its rows are transformers'."""
+    return {law.law.removesuffix(" = transformers'"): law.ok for law in made.laws if law.law.endswith("transformers'")}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "hook", "dtype"),
+    [
+        ("OlmoeForCausalLM", {"clip_qkv": 0.5}, "attn_out", "float32"),
+        pytest.param("OlmoeForCausalLM", {"clip_qkv": 0.5}, "attn_out", "bfloat16", marks=pytest.mark.long),
+        pytest.param("OlmoeForCausalLM", {"norm_topk_prob": True}, "mlp_out", "float32", marks=pytest.mark.long),
+        pytest.param("StableLmForCausalLM", {"hidden_act": "relu"}, "mlp_out", "float32", marks=pytest.mark.long),
+        pytest.param("GptOssForCausalLM", {"swiglu_limit": 0.3}, "mlp_out", "float32", marks=pytest.mark.long),
+        pytest.param("GptOssForCausalLM", {"swiglu_limit": 0.3}, "mlp_out", "bfloat16", marks=pytest.mark.long),
+        pytest.param("FalconH1ForCausalLM", {"time_step_limit": [0.0, 0.01]}, "post_attn", "float32", marks=pytest.mark.long),
+    ],
+)
+def test_a_checkpoint_that_vllm_computes_otherwise_is_refused(
+    start: Callable[..., Host], folder: Path, architecture: str, change: dict[str, Any], hook: str, dtype: str
+) -> None:
+    """The laws hold: without the comparison it is served, with a caveat and other numbers. See also `perturbed`."""
+    path = configs.checkpoint(architecture, folder / f"{architecture}-{'-'.join(change)}", **change)
+    options: dict[str, Any] = {"dtype": dtype, "block_size": 32, "enable_prefix_caching": False}
+    name, value = next(iter(change.items()))
+    wrong = rf"{hook} of layer \d differs from transformers' by .*not transformers' defaults: .*{name}={re.escape(repr(value))}"
+    with pytest.raises(AssertionError, match=wrong):
+        start(path, **options)
+    served = start(path, compare="off", **options)
+    assert "not compared with transformers: the setting compare=off" in served.info["caveats"]
+    assert {"pre_attn", "post_block"} <= set(certificate_of(served).proven)
+
+
+def test_what_cannot_be_compared_is_a_caveat_or_a_refusal(start: Callable[..., Host]) -> None:
+    small = {"compare_memory_gib": 1e-6}
+    host = start("llama", **small)
+    assert [caveat for caveat in certificate_of(host).caveats if "not compared with transformers: its first layer" in caveat]
+    host.run(job := host.job(prompt_of(9), max_tokens=1, capture=capture_of([0], "all_prompt")))
+    assert host.capture(job).manifest(0).caveats == host.info["caveats"]
+    with pytest.raises(AssertionError, match=r"cannot be compared with transformers .setting compare=require.: its first layer"):
+        start("llama", compare="require", **small)
+
+
 def test_an_engine_that_was_not_certified_says_so(start: Callable[..., Host]) -> None:
     host = start("llama", certify=False)
     assert "certificate" not in host.info or host.info["certificate"] is None
@@ -165,6 +211,7 @@ def test_ranks_are_proven_together(way: dict[str, int], qwen3: Path, two_ranks: 
     host = Host(tmp_path, qwen3, **(SMALL | way))
     try:
         made = certificate_of(host)
+        assert compared(made) == dict.fromkeys([*HOOKS, "logits"], True)
         assert (made.absent, made.tp, made.pp) == ({}, way.get("tensor_parallel_size", 1), way.get("pipeline_parallel_size", 1))
         (boundary,) = (law for law in made.laws if law.law == "pre_attn[L+1] = post_block[L]")
         assert boundary.checked == LAYERS - 1, "those between stages are among them"
@@ -172,3 +219,12 @@ def test_ranks_are_proven_together(way: dict[str, int], qwen3: Path, two_ranks: 
         assert NO_RELAY
     finally:
         host.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"])
+def test_ranks_that_compute_otherwise_are_refused(way: dict[str, int], two_ranks: None, tmp_path: Path) -> None:
+    path = configs.checkpoint("OlmoeForCausalLM", tmp_path / "olmoe", clip_qkv=0.5)
+    (directory := tmp_path / "engine").mkdir()
+    with pytest.raises(AssertionError, match=r"attn_out of layer 0 differs from transformers' by .*clip_qkv=0.5"):
+        Host(directory, path, **(SMALL | way))

@@ -8,11 +8,8 @@ from pathlib import Path
 from own_configs import config_class
 from results import Result, in_our_words
 
-from midstream.workers.runner.fidelity import NOT_COMPARED
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "models.md"
-COMPARED = ROOT / "workers" / "runner" / "compared.py"
 BEGIN, END = "<!-- written by `make walk` -->", "<!-- end of the part written by `make walk` -->"
 BACKEND = "Transformers backend"
 LOADED = "load_format"  # in the caveat of how the walk loads what has no checkpoint
@@ -21,18 +18,8 @@ REASONS = ("| class | file | reason |", "|---|---|---|")
 
 
 def write(results: Mapping[str, Result]) -> None:
-    """Bring the page up to date, and the list of what was compared."""
+    """Bring the page up to date."""
     PAGE.write_text(rewritten(PAGE.read_text(), results))
-    COMPARED.write_text(compared(results))
-
-
-def compared(results: Mapping[str, Result]) -> str:
-    """The module of the classes whose rows equal transformers'."""
-    names = "".join(f'        "{result.name}",\n' for result in results.values() if result.outcome == "served")
-    return (
-        f'"""Architectures whose rows were compared with transformers\', and are equal; `make walk` writes this list."""\n\n'
-        f"COMPARED: frozenset[str] = frozenset(\n    {{\n{names}    }}\n)\n"
-    )
 
 
 def rewritten(text: str, results: Mapping[str, Result]) -> str:
@@ -82,7 +69,7 @@ def _served(result: Result) -> str:
     hooks = "all" if not result.absent else ", ".join(f"`{hook}`" for hook in result.hooks)
     notes = [
         *(f"no `{hook}`: {why}" for hook, why in result.absent.items()),
-        *(each for each in result.caveats if each != NOT_COMPARED and LOADED not in each),
+        *(each for each in result.caveats if LOADED not in each),
         *([result.note] if result.note else []),
         *([f"config: {config_class(result.name)}"] if result.alone else []),
     ]

@@ -11,8 +11,7 @@ from typing import Any
 
 from ...schemas.errors import MidstreamError
 from ...schemas.selectors import HOOKS, Hook
-from .compared import COMPARED
-from .fidelity import NOT_COMPARED, DifferentNumbersError, caveats
+from .fidelity import DifferentNumbersError, caveats
 from .taps import Law, Tap, Taps
 
 
@@ -236,8 +235,6 @@ def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapt
         found = caveats(language_model, config, max_model_len, backend=variant.backend, interleaved=THREE_POSITIONS.get(text_type or ""))
     except DifferentNumbersError as error:
         raise UnsupportedArchitectureError(f"{architecture}: {error}") from error
-    if architecture not in ARCHITECTURES and architecture not in COMPARED:
-        found = (*found, NOT_COMPARED)
     if text_type in DEEPSTACK:
         variant = replace(variant, hands_on=False)
     return Adapter(architecture, variant, config.hidden_size, config.num_hidden_layers, found)

@@ -1,9 +1,8 @@
 """Configurations of served architectures that vLLM computes otherwise than transformers: refused, or served with a caveat.
 
-A checkpoint's numbers are what transformers' model computes. Where vLLM reads a field of the config that transformers ignores, or
-ignores or drops one that transformers reads, the rows would differ and nothing would show it. All is data: the fields that
-must have a value, those that may have any, each with the reason. A test walks the sources of both libraries and fails when
-one of them alone reads a field that has no verdict here. What was compared, and how: `docs/architectures.md`.
+A checkpoint's numbers are what transformers' model computes. The engine compares itself with transformers at its start; these rules
+are for what that comparison cannot see (positions and windows beyond its prompts, bidirectional attention), and for known differences:
+those are refused before the weights are read, and also where nothing is compared, as of quantised checkpoints.
 """
 
 from collections.abc import Iterator, Mapping
@@ -49,8 +48,6 @@ _BACKEND = (
     Rule("logit_scale", (None, 1.0), _BACKEND_READS),
 )
 
-#: Of an architecture that is in neither table nor `compared`.
-NOT_COMPARED = "no rows of this architecture were compared with transformers': its hook points are proven by what they add up to"
 #: Of every architecture.
 EVERYWHERE: tuple[Rule, ...] = (
     Rule("is_causal", (None, True), "prompt tokens would attend to later tokens, which a served model has not computed yet"),
@@ -120,66 +117,6 @@ LEAST_STEP = frozenset({"NemotronHForCausalLM"})
 LEAST_STEP_MATTERS = 1e-6
 #: Whose window has one token more in vLLM.
 WIDER_WINDOW = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM"})
-
-_DROPOUT = "dropout: nothing is dropped outside training"
-_HEAD = "of a classification head"
-_TRAINING = "loss or noise in training only"
-_EXPERTS = "of a model with experts, or with latent attention"
-_ELSEWHERE = "of another class in the same file"
-#: Field, or `architecture.field` → why it changes no number although one library alone reads it.
-IRRELEVANT: Mapping[str, str] = {
-    "_attn_implementation": "which kernel computes attention",
-    "attention_dropout": _DROPOUT,
-    "attn_pdrop": _DROPOUT,
-    "embd_pdrop": _DROPOUT,
-    "resid_pdrop": _DROPOUT,
-    "dropout": _DROPOUT,
-    "hidden_dropout": _DROPOUT,
-    "layerdrop": _DROPOUT,
-    "classifier_dropout": _HEAD,
-    "num_labels": _HEAD,
-    "problem_type": _HEAD,
-    "summary_activation": _HEAD,
-    "summary_first_dropout": _HEAD,
-    "summary_last_dropout": _HEAD,
-    "summary_proj_to_labels": _HEAD,
-    "summary_type": _HEAD,
-    "summary_use_proj": _HEAD,
-    "initializer_range": "of fresh weights",
-    "output_router_logits": _TRAINING,
-    "router_aux_loss_coef": _TRAINING,
-    "router_jitter_noise": _TRAINING,
-    "pad_token_id": "leaves a row of the embedding without a gradient",
-    "tie_word_embeddings": "transformers reads it in `modeling_utils`",
-    "architectures": "names the model",
-    "model_type": "names the model",
-    "dtype": "the setting `dtype` decides",
-    "get_text_config": "gives the config itself",
-    "target_layer_count": "of a draft model",
-    "n_layer": "GPT-2's name for num_hidden_layers",
-    "max_window_layers": "transformers reads it in the config class, and gives `layer_types`; vLLM refuses windows in some layers only",
-    "layer_types": "says which layers have the window that `sliding_window` sets; without one it changes nothing",
-    "Qwen2ForCausalLM.sliding_window": "vLLM reads it in `ModelConfig`",
-    "Qwen3ForCausalLM.sliding_window": "vLLM reads it in `ModelConfig`",
-    "Qwen3MoeForCausalLM.sliding_window": "vLLM reads it in `ModelConfig`",
-    "MixtralForCausalLM.sliding_window": "vLLM reads it in `ModelConfig`",
-    "Phi3ForCausalLM.original_max_position_embeddings": "the config class puts it into `rope_parameters`: see `caveats`",
-    "Qwen2ForCausalLM.head_dim": "vLLM does not start with heads of a size other than hidden_size / num_attention_heads",
-    "kv_lora_rank": _EXPERTS,
-    "moe_router_dtype": _EXPERTS,
-    "n_group": _EXPERTS,
-    "norm_topk_prob": _EXPERTS,
-    "qk_nope_head_dim": _EXPERTS,
-    "qk_rope_head_dim": _EXPERTS,
-    "routed_scaling_factor": _EXPERTS,
-    "topk_group": _EXPERTS,
-    "Gemma3ForCausalLM.attn_logit_softcapping": "transformers' model stores it and caps nothing",
-    "Gemma3ForCausalLM.image_token_id": _ELSEWHERE,
-    "Gemma3ForCausalLM.mm_tokens_per_image": _ELSEWHERE,
-    "Gemma3ForCausalLM.text_config": _ELSEWHERE,
-    "Gemma3ForCausalLM.vision_config": _ELSEWHERE,
-    "MistralForCausalLM.ada_rms_norm_t_cond_dim": "of `ada_rms_norm_t_cond`",
-}
 
 #: Of `rope_parameters`: the kinds of scaling, and the keys, that both libraries compute alike.
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
