@@ -18,6 +18,7 @@ from ...schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
 from ...schemas.jobs import PROBLEM_EVENT, TERMINAL, CaptureResults, Determinism, Event, JobRequest, JobResult, JobView
 from ...schemas.openai import OpenAIRequest
 from ...schemas.probes import ProbeResult
+from ...schemas.secret_files import is_exposed
 from ...schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
 from ...schemas.version import __version__
 from .. import notebook, values
@@ -175,8 +176,11 @@ def headers(api_key: str | None) -> dict[str, str]:
     Raises MidstreamError naming it, OSError.
     """
     if api_key is None:
-        file = os.environ.get("MIDSTREAM_API_KEY_FILE")
-        api_key = os.environ.get("MIDSTREAM_API_KEY") or (Path(file).read_text().strip() if file else "")
+        api_key, file = os.environ.get("MIDSTREAM_API_KEY", ""), os.environ.get("MIDSTREAM_API_KEY_FILE", "")
+        if not api_key and file:
+            if is_exposed(Path(file)):
+                raise invalid("MIDSTREAM_API_KEY_FILE", f"every account of this machine can read {file}", allowed="run chmod o-r on it")
+            api_key = Path(file).read_text().strip()
     if not (api_key.isascii() and api_key.isprintable()):
         raise invalid("api_key", "is not printable ASCII", allowed="ms_<id>_<secret>, as `midstream keys create` prints it")
     return {"user-agent": f"midstream/{__version__}"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})

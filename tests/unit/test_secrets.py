@@ -14,7 +14,9 @@ import check_secrets
 import pytest
 
 from midstream.broker.receipts import curve
+from midstream.client.sdk import wire
 from midstream.schemas import secret_files
+from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import SettingsError, load_settings
 
 LETTERS = string.ascii_letters + string.digits
@@ -95,6 +97,19 @@ def test_a_secret_in_a_file_that_every_account_can_read_is_refused(opened: Path)
     config.write_text("max_num_seqs = 4\n")
     config.chmod(0o644)
     assert load_settings({"MIDSTREAM_CONFIG": str(config)}).max_num_seqs == 4, "it holds no secret"
+
+
+def test_the_client_reads_no_key_that_every_account_can_read(opened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = opened / "key"
+    key.write_text("ms_key")
+    key.chmod(0o644)
+    monkeypatch.setenv("MIDSTREAM_API_KEY_FILE", str(key))
+    monkeypatch.delenv("MIDSTREAM_API_KEY", raising=False)
+    with pytest.raises(MidstreamError, match="every account of this machine can read"):
+        wire.headers(None)
+    assert wire.headers("ms_other")["authorization"] == "Bearer ms_other"
+    key.chmod(0o600)
+    assert wire.headers(None)["authorization"] == "Bearer ms_key"
 
 
 def test_a_secret_of_a_container_may_be_readable_to_all_in_it(opened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
