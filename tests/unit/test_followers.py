@@ -1,7 +1,7 @@
 """Does a worker notice that a machine of its engine is gone, and the machine that the worker is out of reach?"""
 
 import socket
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import redis
@@ -11,6 +11,12 @@ from midstream.workers.engine import nodes
 
 LEASE_S = 8.0
 KEY = "ms:node-alive:w:1"
+
+
+class Start(NamedTuple):
+    """As much of a start as is asked here."""
+
+    boot: str
 
 
 class Store:
@@ -95,3 +101,22 @@ def test_a_follower_may_wait_for_its_worker(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(nodes, "_connect", lambda _: Store())
     worker = nodes.Worker(settings(node_rank=1, node_master="127.0.0.1:1"))
     assert worker.stay("boot"), "its ranks have not met yet"
+
+
+def test_a_follower_waits_for_a_redis_that_loads_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([redis.exceptions.BusyLoadingError("LOADING"), redis.ConnectionError("refused"), Start("boot")])
+
+    def start(_: nodes.Worker) -> Start:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(nodes, "_connect", lambda _: Store())
+    monkeypatch.setattr(nodes, "POLL_S", 0.0)
+    monkeypatch.setattr(nodes.Worker, "start", start)
+    worker = nodes.Worker(settings())
+    assert worker.await_start(after="") == Start("boot")
+    answers = iter([redis.ResponseError("NOPERM this user has no permissions")])
+    with pytest.raises(redis.ResponseError, match="NOPERM"):
+        worker.await_start(after="")

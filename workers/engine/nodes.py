@@ -22,6 +22,7 @@ import msgspec
 import redis
 
 from ...broker.ops import redis_open
+from ...broker.ops.redis_availability import await_writes, is_absence
 from ...schemas.base import from_json, to_json
 from ...schemas.settings import Settings
 from ..runner.config import PlaneConfig
@@ -46,7 +47,8 @@ def _connect(settings: Settings) -> "redis.Redis":
 
 
 def publish(settings: Settings, plane: PlaneConfig) -> None:
-    """Tell the followers of this start. Raises redis.RedisError."""
+    """Tell the followers of this start, once Redis takes it. Raises redis.RedisError."""
+    await_writes(settings.redis_url)
     with _connect(settings) as client:
         client.set(_key(settings.worker_id), to_json(plane))
     log.warning("waiting for %d more machines: python -m midstream.workers.follower", settings.nodes - 1)
@@ -82,11 +84,22 @@ class Worker:
         )
 
     def await_start(self, after: str) -> PlaneConfig:
-        """The first start whose boot is not `after`."""
+        """The first start whose boot is not `after`. A Redis that is unreachable, or loads its log, is waited for.
+
+        Raises redis.RedisError.
+        """
+        logged = False
         while True:
-            found = self.start()
-            if found is not None and found.boot != after:
-                return found
+            try:
+                found = self.start()
+                if found is not None and found.boot != after:
+                    return found
+            except redis.RedisError as error:
+                if not is_absence(error):
+                    raise
+                if not logged:
+                    log.warning("waiting for Redis: %s", error)
+                logged = True
             time.sleep(POLL_S)
 
     def is_over(self, boot: str) -> bool:
