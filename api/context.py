@@ -110,6 +110,7 @@ class AppContext:
         self.store = open_store(settings.artifacts)
         self.disks = Disks(settings, self.store)
         self._usage = Usage(self.store, settings.capture_quota_mib << 20)
+        self.looks: SharedReads[Any] = SharedReads()  # at the state of the service, which many pages, scrapers and probes ask for
         self.harvest_looks: SharedReads[tuple[HarvestView, bytes]] = SharedReads(HARVEST_LOOK_S / 2)
         self.open_calls = OpenCalls(settings)
         self.feed = JobFeed(ledger, watcher)

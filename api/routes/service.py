@@ -30,7 +30,7 @@ from ..operations import scraped
 from ..web.auth import knows_us
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM
-from .steering import ask_all, fresh
+from .steering import answers_of_ranks
 
 #: Litestar adds the charset itself.
 METRICS_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
@@ -99,7 +99,8 @@ async def healthz() -> Health:
     responses={503: ResponseSpec(Readiness, description="Not ready; `missing` gives the reasons", generate_examples=False)},
 )
 async def readyz(request: JsonRequest) -> Response[Readiness]:
-    readiness = await look(context_of(request))
+    context = context_of(request)
+    readiness: Readiness = await context.looks.of_next("ready", lambda: look(context))
     if not await knows_us(request):
         missing = sorted({re.split(r"\W", what, maxsplit=1)[0] for what in readiness.missing})
         readiness = msgspec.structs.replace(readiness, missing=missing, models=[], workers=[])
@@ -150,9 +151,9 @@ async def metrics(request: JsonRequest) -> Response[Any]:
     accounts: list[Account] = []
     durable = False
     try:
-        status = await read_status(context.ledger)
+        status = await context.looks.of_next("status", lambda: read_status(context.ledger, held=context.watcher.waiting))
         durable = await _is_durable(context.ledger)
-        accounts = await fresh(context, None, await ask_all(context), SCRAPE_S)
+        _, accounts = await answers_of_ranks(context, None, SCRAPE_S)
     except MidstreamError:  # the metrics of this process are useful while Redis is unreachable
         status = None
     # From here on without a pause: several may be scraping.

@@ -18,7 +18,8 @@ from .jobs import PROBLEM
 )
 async def service_status(request: JsonRequest) -> Status:
     context = context_of(request)
-    return await read_status(context.ledger, held=context.watcher.waiting)
+    status: Status = await context.looks.of_next("status", lambda: read_status(context.ledger, held=context.watcher.waiting))
+    return status
 
 
 ROUTES = [service_status]

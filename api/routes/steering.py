@@ -307,12 +307,22 @@ async def get_dynamic(request: JsonRequest, model: Model = None) -> Dynamic:
     context = context_of(request)
     if model is not None:
         await context.model(model)
-    asks = await ask_all(context, model)
-    accounts = await fresh(context, model, asks, ANSWER_S)
+    asks, accounts = await answers_of_ranks(context, model, ANSWER_S)
     caller, found = caller_of(request), agreement(accounts, asks)
     if "admin" not in caller.scopes and found.detail:  # it may name modules of other tenants
         found = msgspec.structs.replace(found, detail="some ranks or workers do not agree; callers with scope admin see the details")
     return Dynamic(workers=_reports(accounts, caller), determinism=found)
+
+
+async def answers_of_ranks(context: AppContext, model: str | None, seconds: float) -> tuple[dict[str, str], list[Account]]:
+    """As `ask_all` and `fresh`, which are called once for all who ask meanwhile: each waits for an answer to a later question."""
+
+    async def look() -> tuple[dict[str, str], list[Account]]:
+        asks = await ask_all(context, model)
+        return asks, await fresh(context, model, asks, seconds)
+
+    found: tuple[dict[str, str], list[Account]] = await context.looks.of_next(("ranks", model, seconds), look)
+    return found
 
 
 async def ask_all(context: AppContext, model: str | None = None) -> dict[str, str]:

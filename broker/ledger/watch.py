@@ -49,6 +49,7 @@ class SharedReads(Generic[T]):
     def __init__(self, fresh_s: float = 0.0) -> None:
         self._fresh_s = fresh_s
         self._made: dict[Hashable, asyncio.Future[T]] = {}
+        self._next: dict[Hashable, asyncio.Future[T]] = {}
 
     async def of(self, key: Hashable, read: Callable[[], Awaitable[T]]) -> T:
         """What `read` gives, or has given another caller for the same key. A caller that is cancelled cancels no other's read."""
@@ -57,6 +58,20 @@ class SharedReads(Generic[T]):
             made = self._made[key] = asyncio.ensure_future(read())
             made.add_done_callback(lambda done: self._done(key, done))
         return await asyncio.shield(made)
+
+    async def of_next(self, key: Hashable, read: Callable[[], Awaitable[T]]) -> T:
+        """As `of`, by a read that begins after this call: callers that come during one share the next, so one is under way at a time."""
+        coming = self._next.get(key)
+        if coming is None:
+            coming = self._next[key] = asyncio.ensure_future(self._after(key, read))
+            coming.add_done_callback(lambda done: done.cancelled() or done.exception())  # also if no caller is left
+        return await asyncio.shield(coming)
+
+    async def _after(self, key: Hashable, read: Callable[[], Awaitable[T]]) -> T:
+        if key in self._made:
+            await asyncio.wait({self._made[key]})
+        del self._next[key]
+        return await self.of(key, read)
 
     def _done(self, key: Hashable, done: asyncio.Future[T]) -> None:
         if self._fresh_s and not done.cancelled() and done.exception() is None:

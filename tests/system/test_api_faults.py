@@ -422,3 +422,15 @@ def test_a_redis_that_is_made_lossy_makes_the_service_not_ready(api: Api, hand: 
         finally:
             client.config_set(name, right)
     assert "midstream_ledger_durable 1.0" in api.http.get("/metrics").text
+
+
+def test_many_who_ask_the_ranks_at_once_ask_them_together(api: Api, hand: Hand) -> None:
+    def asked() -> int:
+        with hand._redis as client:
+            return int(client.hget(f"ms:steering:{MODEL}", "ask") or 0)
+
+    before = asked()
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda _: httpx.get(f"{api.url}/v1/steering/dynamic", timeout=60).status_code, range(20)))
+    assert answers == [200] * 20
+    assert asked() - before <= 4, "those who come while the ranks are asked share the next question"
