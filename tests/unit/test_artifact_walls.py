@@ -71,6 +71,7 @@ OPENS: dict[str, str] = {
     "workers/runner/quantisation.py": "a checkpoint's files",
     "workers/runner/slabs.py": "rows that wait on the disk before they are captures",
     "workers/runner/vllm_source.py": "vLLM's source",
+    "workers/serving/harvest_process.py": "/proc",
 }
 #: Modules that name the artifact store, or the capture root, without opening a store: to show it, or to hand it to a rank.
 NAMES = {
