@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import resource
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -70,6 +72,16 @@ def test_a_process_that_was_killed_is_started_again(tmp_path: Path, process: Sou
     assert process._process is not None
     process._process.kill()
     assert len(asyncio.run(made.read(plan, plan.units[0]))) == 20
+
+
+def test_a_process_that_cannot_start_is_no_fault_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    broken = SourceProcess()
+    made = reader(broken, tmp_path, lines(tmp_path, "a.jsonl", texts(1)))
+    with pytest.raises(MidstreamError, match="the process that reads sources ended with 1") as raised:
+        asyncio.run(made.plan())
+    assert raised.value.kind == "internal"
+    assert broken.close() == 0
 
 
 def test_a_cancel_ends_what_the_process_reads(tmp_path: Path, process: SourceProcess) -> None:

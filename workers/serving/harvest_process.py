@@ -31,6 +31,8 @@ from .harvest_source import HarvestSource
 LIMIT_MIB = 2048
 #: A request is made again of a new process when the first one ended: something else may have killed it.
 TRIES = 2
+#: What the process ends with when its memory does not suffice, and how long that may take, in seconds.
+EXIT_MEMORY, ENDING_S = 3, 5.0
 #: Sources that the process has open: those of the parts that a worker has at a time.
 OPEN = 2
 
@@ -119,15 +121,19 @@ class SourceProcess:
                 try:
                     return self._exchange(opening, request)
                 except _Ended as end:
-                    self.close()
+                    code = self.close(ENDING_S)
                     if not stopped.is_set() and tried == TRIES:
-                        raise MidstreamError(
-                            "invalid_request", f"{end.at or place}: reading it takes more than {self._limit} MiB of memory", field="source"
-                        ) from end
+                        raise self._failure(code, end.at or place) from end
                 finally:
                     with self._killing:
                         self._asked = None
         raise EOFError("the request was stopped")
+
+    def _failure(self, code: int, place: str) -> MidstreamError:
+        """Why the process has ended with `code`: for want of memory, which the kernel or a library tells by a signal, or its own fault."""
+        if code < 0 or code == EXIT_MEMORY:
+            return MidstreamError("invalid_request", f"{place}: reading it takes more than {self._limit} MiB of memory", field="source")
+        return MidstreamError("internal", f"{place}: the process that reads sources ended with {code}; the worker's log has the reason")
 
     def stop(self, stopped: threading.Event) -> None:
         """End the request that was made with `stopped`, and the process if it is at it."""
@@ -136,15 +142,20 @@ class SourceProcess:
             if self._asked is stopped and self._process is not None:
                 self._process.kill()
 
-    def close(self) -> None:
+    def close(self, wait_s: float = 0.0) -> int:
+        """End the process, which has `wait_s` to end by itself; returns its exit code."""
         process, self._process = self._process, None
+        code = 0
         if process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(wait_s)
             process.kill()
-            process.wait()
+            code = process.wait()
             for pipe in (process.stdin, process.stdout):
                 with suppress(OSError):
                     assert pipe is not None
                     pipe.close()
+        return code
 
     def _exchange(self, opening: Opening, request: Request) -> Reply:
         process = self._started()
@@ -253,8 +264,11 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no message
     server = Server(output)
     with suppress(EOFError, KeyboardInterrupt):
-        while True:
-            _send(output, server.answer(from_msgpack(_receive(sys.stdin.buffer), Request)))
+        try:
+            while True:
+                _send(output, server.answer(from_msgpack(_receive(sys.stdin.buffer), Request)))
+        except MemoryError:
+            os._exit(EXIT_MEMORY)
 
 
 if __name__ == "__main__":
