@@ -5,6 +5,8 @@ Inspect AI finds it through the package's entry point. See docs/evaluation.md.
 
 import hashlib
 import json
+import logging
+import secrets
 from typing import Any
 from urllib.parse import urldefrag
 
@@ -18,8 +20,11 @@ from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 
 from ..schemas.errors import MidstreamError
 from ..schemas.openai import ChatRequest
+from .sdk.client import Client
 from .sdk.discovery import address
 from .sdk.wire import headers, openai_body
+
+logger = logging.getLogger(__name__)
 
 #: Key of a sample's metadata, and of the metadata of a model's output.
 KEY = "midstream"
@@ -91,6 +96,7 @@ class MidstreamAPI(OpenAICompatibleAPI):
     ) -> None:
         if not isinstance(per_sample, bool):
             raise ValueError(f"per_sample: {per_sample!r} is not true or false")
+        self._service: Client | None = None  # until the base class is set up
         self._fields: dict[str, Any] = checked(model_args, f"model argument of midstream/{model_name}")
         self._per_sample = per_sample
         given = urldefrag(base_url).url.rstrip("/").removesuffix("/v1") if base_url else None
@@ -100,17 +106,32 @@ class MidstreamAPI(OpenAICompatibleAPI):
             model_name=model_name, base_url=f"{url}/v1", api_key=found or "none", config=config, service=KEY, client_timeout=client_timeout,
             stream=False, max_retries=0,  # Inspect repeats what `should_retry` allows
         )  # fmt: skip
+        self._service = Client(url, found or None)
 
     @property
     def base_url(self) -> str | None:
-        """The endpoint's address. Inspect's cache distinguishes models by it: its fragment stands for the interventions."""
-        body = self.request_fields()
-        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
-        return f"{self._address}#{digest}" if body and self._address else self._address
+        """The endpoint's address. Inspect's cache distinguishes models by it: its fragment stands for all that decides an answer beside
+        the conversation. It changes with every look where the service does not say that, so that nothing is taken from the cache.
+        """
+        return f"{self._address}#{self._standing()[:32]}" if self._service is not None else self._address
 
     @base_url.setter
     def base_url(self, address: str | None) -> None:
         self._address = address
+
+    def _standing(self) -> str:
+        """Digest of the request's own members, the model's identity, the content of what they name, and global steering."""
+        assert self._service is not None
+        body = self.request_fields()
+        try:
+            conversation = [{"role": "user", "content": "-"}]
+            request = msgspec.convert(body | {"model": self.service_model_name(), "messages": conversation}, ChatRequest)
+            identity, names, steering = self._service._standing(request)
+        except (MidstreamError, msgspec.ValidationError) as error:
+            logger.warning("answers are not taken from the cache: %s", error)
+            return secrets.token_hex(32)
+        content = [body, identity, sorted([*name, digest] for name, digest in names.items()), steering.digest]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def _create_client(self) -> AsyncOpenAI:
         client: AsyncOpenAI = super()._create_client().with_options(base_url=self._address)

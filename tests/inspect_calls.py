@@ -12,6 +12,8 @@ from inspect_ai.model import GenerateConfig, Model, get_model
 from inspect_ai.solver import generate, use_tools
 from inspect_ai.tool import Tool, ToolFunction, tool
 
+from midstream.client import Client
+
 URL, LOGS = sys.argv[1], sys.argv[2]
 ASK = "Say something about the sea."
 CONFIG = GenerateConfig(temperature=0, max_tokens=12, cache=False)
@@ -109,6 +111,23 @@ def refused_at_first(*answers: tuple[int, int]) -> dict[str, Any]:
     return found | {"decisions": decisions, "left": len(Refusing.answers)}
 
 
+def keys() -> list[str | None]:
+    """What Inspect's cache tells apart, after each change of what stands behind the names of a request; last, of a service that is away."""
+    model = get_model("midstream/demo", base_url=URL, memoize=False, modules="keyed")
+    found = []
+    with Client(URL) as client:
+        width = client.model("demo")["hidden_size"]
+        for size in (1.0, 1.0, 2.0):
+            client.register_module("keyed", [{"layers": 1, "vector": [size] * width}])
+            found.append(model.api.base_url)
+        client.set_global([{"layers": 1, "vector": [1e-6] * width}], "demo")
+        found.append(model.api.base_url)
+        client.clear_global("demo")
+        found.append(model.api.base_url)
+    away = get_model("midstream/demo", base_url="http://127.0.0.1:9", memoize=False)
+    return [*found, away.api.base_url, away.api.base_url]
+
+
 def weather_of(city: str) -> Sample:
     return Sample(id="tools", input=f"What is the weather in {city}?")
 
@@ -128,6 +147,7 @@ print(
             "cached": [run([one("plain", **ours)], config=cached) for ours in ({}, {}, {"modules": "shift"})],
             "tools": run([weather_of("Paris")], [require, generate(tool_calls="single")], longer),
             "called": calls,
+            "keys": keys(),
             "refused": refusals(),
             "patient": refused_at_first((429, 7), (503, 2)),
             "failed": refused_at_first((500, 0), (500, 0)),

@@ -9,6 +9,7 @@ import msgspec
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.handling import Handling
 from ...schemas.jobs import JobRequest, JobView
+from ...schemas.openai import ChatRequest
 from ...schemas.probes import Probe, ProbeUse
 from ...schemas.version import __version__
 
@@ -17,9 +18,11 @@ _ASIDE = {*Handling.__struct_fields__, "metadata", "model", "prompts", "messages
 
 #: Kind and name of something that requests name.
 Named = tuple[str, str]
+#: What names things: both kinds have the same fields for it.
+Request = JobRequest | ChatRequest
 
 
-def named(request: JobRequest) -> Iterator[Named]:
+def named(request: Request) -> Iterator[Named]:
     """What the request names: modules, autoencoders, source runs, tuned lenses, probes and an adapter."""
     for entry in request.steering:
         yield from (("module", entry.module),) if entry.module else ()

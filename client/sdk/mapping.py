@@ -17,10 +17,11 @@ from ...schemas.base import to_json
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.jobs import JobRequest, JobResult, JobView, Output, State
 from ...schemas.limits import MAX_PROMPTS
+from ...schemas.steering import GlobalView
 from .. import notebook
 from ..captures.reader import CaptureReader
 from . import download, jobs, map_key, wire
-from .calls import stream
+from .calls import call, stream
 from .captures import CaptureCalls
 from .loras import LoraCalls
 from .map_cache import MapCache
@@ -178,12 +179,18 @@ class MapCalls(CaptureCalls, SteeringCalls, SaeCalls, LoraCalls, TunedLensCalls,
             if name in fields:
                 raise invalid(name, "is the first argument of map", allowed="map(prompts, …)")
         request = map_key.checked_request(wire.job_request(None, {**fields, "prompts": ["-"]}))
+        identity, names, steering = await self._standing(request)
+        return _Plan(request, map_key.base(request, identity, names, steering.digest), identity, names, steering.version)
+
+    @call
+    async def _standing(self, request: map_key.Request) -> tuple[str, dict[map_key.Named, str], GlobalView]:
+        """What decides the results of a request beside itself, now: the model's identity, the content of what it names and of what
+        applies to every request, and global steering. Raises `not_found`."""
         model = request.model
         card = await self.model(model)
         identity, names = map_key.identity(card), map_key.operators(card, await self.probes(model))
         names |= {named: await self._digest(named, model) for named in sorted(set(map_key.named(request)))}
-        steering = await self.global_steering(model)
-        return _Plan(request, map_key.base(request, identity, names, steering.digest), identity, names, steering.version)
+        return identity, names, await self.global_steering(model)
 
     async def _digest(self, named: map_key.Named, model: str) -> str:
         """Of what a name stands for now. Raises `not_found`."""

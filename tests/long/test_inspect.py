@@ -76,6 +76,14 @@ def test_arguments_of_the_model_hold_unless_a_sample_replaces_them(found: Any) -
     assert found["ignored"]["graded"]["text"] == samples["plain"]["text"]
 
 
+def test_the_cache_tells_contents_apart_and_not_names(found: Any) -> None:
+    first, same, replaced, steered, cleared, away, later = found["keys"]
+    assert first == same
+    assert len({first, replaced, steered}) == 3
+    assert cleared == replaced
+    assert away != later, "of a service that does not say what it serves, nothing is taken from the cache"
+
+
 def test_a_mistake_fails_the_sample_with_the_text_that_names_it(found: Any) -> None:
     assert "metadata 'midstream' of sample 'unknown': unknown field 'moduls'; valid: steering" in found["samples"]["unknown"]["error"]
     assert "nobody" in found["samples"]["missing"]["error"]
