@@ -82,6 +82,14 @@ REFUSALS = {
         "content": _PROBLEM,
     },
 }
+#: For every operation that needs a key, unless it says more.
+LIMITED = {
+    "429": {
+        "description": "The tenant has too many requests or event streams open, or opens streams too often: retry after `Retry-After`",
+        "headers": {"Retry-After": {"schema": {"type": "integer"}}},
+        "content": _PROBLEM,
+    }
+}
 #: For every operation, including unauthenticated ones.
 MISDIRECTED = {"421": {"description": "The `Host` header does not name this API", "content": _PROBLEM}}
 
@@ -117,8 +125,8 @@ def _operation(method: str, path: str, operation: dict[str, Any], ids: dict[str,
     if scope is None:
         return {**operation, "responses": responses, "security": []}
     description = f"{operation.get('description') or ''}\n\nScope: `{scope}`.".strip()
-    refusals = _in_openais_words(REFUSALS) if path in OPENAI_PATHS else REFUSALS
-    return {**operation, "description": description, "responses": {**responses, **refusals}, "security": [{KEY: []}]}
+    limited, refusals = _in_openais_words([LIMITED, REFUSALS]) if path in OPENAI_PATHS else (LIMITED, REFUSALS)
+    return {**operation, "description": description, "responses": {**limited, **responses, **refusals}, "security": [{KEY: []}]}
 
 
 def _in_openais_words(node: Any) -> Any:

@@ -162,7 +162,7 @@ export async function sse(path, { method = "GET", body, onEvent, signal, reconne
       wait = Math.max(wait, error.retryAfter || 0);
     }
     onState(false, null);
-    await pause(wait * (0.75 + Math.random() / 2), signal);
+    await pause(wait * (1 + Math.random() / 2), signal); // never sooner than the server wants
     if (signal && signal.aborted) return;
     wait = Math.min(wait * 2, MAX_BACKOFF_S);
   }
