@@ -166,6 +166,14 @@ def test_ops_shows_every_rank_to_those_who_may_see_it(site: Site, visit: Visit) 
     )
 
 
+def test_ops_lists_the_caveats_of_models(site: Site, visit: Visit) -> None:
+    models = site.operator.http.get("/v1/models").json()
+    models["data"][0]["caveats"] = ["not compared with transformers: the setting compare=off"]
+    visit.page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    visit.log_in(site.operator, "ops")
+    expect(visit.page.get_by_role("region", name="Caveats")).to_contain_text("not compared with transformers: the setting compare=off")
+
+
 def test_ops_names_the_scope_that_a_key_lacks(site: Site, visit: Visit) -> None:
     visit.log_in(site.alice, "ops")
     expect(visit.page.get_by_text("need a key with the scope observe")).to_be_visible()
