@@ -77,7 +77,7 @@ def test_every_hook_is_proven_and_nothing_of_the_run_is_left(start: Callable[...
     names = " ".join(law.law for law in made.laws)
     wanted = ["post_block = post_attn + mlp_out", "[L+1]", "MLP(mlp_in)", "embedding", "EAGLE-3", "chunked", "decoding", "mixed"]
     assert [want for want in wanted if want not in names] == []
-    assert {law.checked for law in made.laws if law.law.startswith("post_attn =")} == {LAYERS}
+    assert {law.checked for law in made.laws if law.law.startswith("post_attn = pre_attn")} == {LAYERS}
     status = host.call("midstream_status")[0]
     assert [status[name] for name in ("rows_used", "vectors", "actions", "epoch", "requests", "outbox", "captured_rows", "token_rows")] == [
         0

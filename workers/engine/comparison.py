@@ -27,6 +27,8 @@ FLOORS = {"float32": 1e-4, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 LEAST_SHARE = 1 / 16
 #: Tensors of transformers' layer that are the stream. The other hooks are searched for, by their rows.
 STREAM_TENSORS: Mapping[Hook, str] = {"pre_attn": "input", "post_block": "output"}
+#: Seconds that reading the weights and computing with them may take, after the certification run.
+TIMEOUT_S = 300.0
 #: Fields of a config after which a layer computes otherwise: windows, and chunks of recurrent layers.
 SPANS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "chunk_size", "mamba_chunk_size")
 #: Tokens beyond a span that are compared, and the longest prompt.
@@ -114,14 +116,16 @@ class Comparison:
 
     async def judge(self, prompts: Sequence[Prompt], head: Head | None) -> list[Difference]:
         """Of each hook in each kept layer, the worst of all prompts. Empty where `refused` says why."""
-        await self._read
-        if self.refused or self.reference is None:
-            return []
         try:
-            return await asyncio.to_thread(differences, self.reference, prompts, head, self._dtype)
+            async with asyncio.timeout(TIMEOUT_S):
+                await asyncio.shield(self._read)
+                if not self.refused and self.reference is not None:
+                    return await asyncio.to_thread(differences, self.reference, prompts, head, self._dtype)
         except NotComparableError as error:
             self.refused = str(error)
-            return []
+        except TimeoutError:
+            self.refused = f"transformers took longer than {TIMEOUT_S:g} s"
+        return []
 
 
 def source_of(settings: Settings, config: Any, quantization: str) -> Source:

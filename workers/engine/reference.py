@@ -4,9 +4,10 @@ The class, the config and the weights are transformers' and the checkpoint's own
 that of a sharded checkpoint most files are never opened beyond their headers.
 """
 
+import contextlib
 import copy
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging as hf_logging
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,9 @@ class Reference:
         """Reads the config only. `overrides`: fields of it; `limit_gib`: memory that may be used."""
         self._path, self._revision = path, revision
         self.config = _attempt("its config", lambda: AutoConfig.from_pretrained(path, revision=revision))
-        self.config.update(dict(overrides))
+        text = self.config.get_text_config()
+        for name, value in overrides.items():
+            (self.config if name in self.config.to_dict() else text).update({name: value})
         self._class = _class_of(architecture, self.config)
         if getattr(self.config, "quantization_config", None) is not None:
             raise NotComparableError("it is quantised, and transformers computes other kernels")
@@ -124,13 +128,14 @@ class Reference:
                 setattr(self.get_submodule(parent), name, self.get_submodule(layers)[:kept])
 
         Truncated.__name__, Truncated.__module__ = self._class.__name__, self._class.__module__  # by which transformers knows its weights
-        self._model, report = _attempt(
-            "its weights",
-            lambda: Truncated.from_pretrained(
-                self._path, config=self.config, revision=self._revision, dtype=torch.float32, attn_implementation="eager",
-                output_loading_info=True,
-            ),
-        )  # fmt: skip
+        with _quiet():  # the weights of the other layers are in the checkpoint, too
+            self._model, report = _attempt(
+                "its weights",
+                lambda: Truncated.from_pretrained(
+                    self._path, config=self.config, revision=self._revision, dtype=torch.float32, attn_implementation="eager",
+                    output_loading_info=True,
+                ),
+            )  # fmt: skip
         if missing := sorted({*report["missing_keys"], *(str(each) for each in report["mismatched_keys"])}):
             raise NotComparableError(f"transformers' class has weights that the checkpoint does not: {missing[0]}")
 
@@ -233,6 +238,20 @@ def free_bytes() -> int:
     except (OSError, ValueError):  # no limit
         pass
     return min(free)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars and its report of weights that the model does not have."""
+    level, shown = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def _attempt(what: str, call: Callable[[], Any]) -> Any:
