@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ...schemas.captures import CapturePage
 from ...schemas.jobs import CaptureResults, Determinism, Event, FileEntry, JobResult, JobView
+from ...schemas.models import SHOWN_IDENTITY
 from ...schemas.selectors import as_ranges
 from ...schemas.source_runs import RunPrompt, RunView
 from ..captures.reader import CaptureReader, Check
@@ -86,6 +87,7 @@ def job(view: JobView) -> Table:
         ("job", view.id),
         ("state", coloured(view.state)),
         ("kind", f"{view.kind}, {_extent(view)}, model {escape(view.model)}"),
+        ("identity", view.identity[:SHOWN_IDENTITY]),
         ("attempt", str(view.attempt)),
         ("waited", seconds(view.queued or view.created, view.started)),
         ("generated in", seconds(view.started, view.generated)),

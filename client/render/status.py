@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...schemas.jobs import State
-from ...schemas.models import WorkerInfo
+from ...schemas.models import SHOWN_IDENTITY, WorkerInfo
 from ...schemas.status import QueueStatus, Status
 from ..stack.doctor import Finding
 from .jobs import count, size
@@ -96,7 +96,9 @@ def _workers(workers: Sequence[WorkerInfo]) -> RenderableType:
     tables: list[RenderableType] = []
     for model in sorted({worker.model for worker in workers}):
         of_model = [worker for worker in workers if worker.model == model]
-        tables.append(_table(f"workers of {escape(model)}", columns, [_worker(worker) for worker in of_model]))
+        identities = ", ".join(sorted({worker.identity[:SHOWN_IDENTITY] for worker in of_model if worker.identity}))
+        title = f"workers of {escape(model)}" + (f", identity {identities}" if identities else "")
+        tables.append(_table(title, columns, [_worker(worker) for worker in of_model]))
     return Group(*tables, *[Text(f"{worker.worker}: {worker.detail}", style="red") for worker in workers if not worker.healthy])
 
 

@@ -38,5 +38,8 @@ export function bytes(value) {
 export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(share * 100)} %`);
 export const time = (moment) => (moment ? new Date(moment * 1000).toLocaleString() : "–");
 
+/** The identity of a model in short, as errors and the command line show it. */
+export const identity = (digest) => (digest ? digest.slice(0, 12) : "–");
+
 /** `1 cell`, `1,200 cells`. */
 export const count = (many, thing) => `${number(many)} ${thing}${many === 1 ? "" : "s"}`;

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useLayoutEffect, useRef, useState, Button, Copy, Problem } from "../lib/ui.js";
 import { ApiError, get } from "../lib/api.js";
-import { bytes, count, number, time } from "../lib/format.js";
+import { bytes, count, identity, number, time } from "../lib/format.js";
 import { codeOf } from "../lib/code.js";
 
 const MOST = 200; // rows of a list that are shown
@@ -59,7 +59,7 @@ export function JobDetails({ id, job, session, onClose }) {
   return html`<section class="details" aria-labelledby="job-title" onKeyDown=${(event) => event.key === "Escape" && onClose()}>
     <div class="details-head"><h2 id="job-title" tabindex="-1" ref=${head}>${id}</h2><${Button} kind="small" onClick=${onClose}>Close<//></div>
     <${Problem} error=${error} />
-    ${at && html`<p><span class=${`state ${at.state}`}>${at.state}</span> · ${at.kind} · ${at.model}${at.attempt > 1 ? ` · attempt ${at.attempt}` : ""}${at.worker ? ` · worker ${at.worker}` : ""}</p>`}
+    ${at && html`<p><span class=${`state ${at.state}`}>${at.state}</span> · ${at.kind} · ${at.model} <span class="mono">${identity(at.identity)}</span>${at.attempt > 1 ? ` · attempt ${at.attempt}` : ""}${at.worker ? ` · worker ${at.worker}` : ""}</p>`}
     ${at && at.error && html`<${Problem} error=${new ApiError(at.error.status, at.error)} />`}
     ${at && at.kind === "sweep" && html`<p><a href=${`#/sweep/${id}`}>Open the heatmap</a></p>`}
     <h3>Prompt</h3>

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useState, Button, Empty, Problem, useNow } from "../lib/ui.js";
 import { get } from "../lib/api.js";
-import { age, bytes, duration, number, percent } from "../lib/format.js";
+import { age, bytes, duration, identity, number, percent } from "../lib/format.js";
 
 const EVERY_S = 5;
 const SLOWEST = 10;
@@ -69,9 +69,10 @@ function Service({ status }) {
       ["Jobs", `${number(status.live)} not over, ${number(status.queued)} of them queued; ${number(status.held)} responses held`],
     ]} />
     <h2>Workers</h2>
-    <${Table} label="Workers" heads=${["Worker", "Model", "Health", "Jobs", "Tokens/s", "Outbox", "Up for"]} rows=${status.workers.map((worker) => [
+    <${Table} label="Workers" heads=${["Worker", "Model", "Identity", "Health", "Jobs", "Tokens/s", "Outbox", "Up for"]} rows=${status.workers.map((worker) => [
       worker.worker,
       worker.model,
+      html`<span class="mono">${identity(worker.identity)}</span>`,
       worker.healthy ? "healthy" : html`<strong class="bad">${worker.detail || "not healthy"}</strong>`,
       worker.stats ? number(worker.stats.jobs) : "–",
       worker.stats ? number(worker.stats.generated_tokens_s) : "–",
