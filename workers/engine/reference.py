@@ -40,6 +40,10 @@ class NotComparableError(Exception):
     """transformers cannot compute this checkpoint here; the message says why."""
 
 
+class _Over(Exception):
+    """The last kept layer has run: the logits of a whole prompt would take more memory and time than the layers."""
+
+
 class Truncation(NamedTuple):
     """How many of a model's layers are kept."""
 
@@ -152,6 +156,7 @@ class Reference:
             for path, module in layer.named_modules():
                 if path.count(".") < _DEPTH:
                     handles.append(module.register_forward_hook(_recorder(path, into, len(tokens), list(positions)), with_kwargs=True))
+        handles.append(self._model.get_submodule(self._layers)[-1].register_forward_hook(_stop))  # after the hooks above
         self._forward(tokens, handles)
         return list(found)
 
@@ -169,14 +174,21 @@ class Reference:
 
     def _forward(self, tokens: Sequence[int], handles: Sequence[Any]) -> Any:
         def run() -> Any:
-            with torch.inference_mode():
-                return self._model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+            try:
+                with torch.inference_mode():
+                    return self._model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+            except _Over:
+                return None
 
         try:
             return _attempt("its forward pass", run)
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _stop(*_: Any) -> None:
+    raise _Over
 
 
 def _recorder(path: str, into: dict[str, torch.Tensor], tokens: int, positions: list[int]) -> Callable[..., None]:
