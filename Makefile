@@ -40,7 +40,7 @@ PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 SHARED = --dist loadfile --no-loadscope-reorder --numprocesses
 NOT_LONG := $(if $(LONG),,and not long)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-packages test-faults test-machines test-compose fidelity walk quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu lock clean
+.PHONY: help setup model demo up test lint format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -131,7 +131,7 @@ test-long: $(READY) model ## long tests: every block of the docs, attacks on oth
 	exit $$failed
 
 # Tables whose every row is an engine of its own. After a change of vLLM, of a table, or of what its rows share.
-test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family and quantised format, and the smoke of vLLM versions; an hour
+test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family, changed config and quantised format, and the smoke of vLLM versions; an hour
 	@echo "== matrix tests"
 	@failed=0; \
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) $(SHARED) 2 -m "matrix and not ranks" tests/engine || failed=1; \
@@ -158,6 +158,9 @@ test-compose: $(READY) ## containers: build, start, run the demo, kill each, sto
 fidelity: $(READY) ## measure every architecture, hook, runner and mode; write docs/fidelity.md (NAMES=…: only these checkpoints)
 	@$(BIN)/python tests/engine/fidelity.py $(NAMES)
 	@$(BIN)/python tests/engine/fidelity_inside.py $(NAMES)
+
+perturbed: $(READY) ## change fields of configs, one by one; write the table of docs/fidelity.md (NAMES=…: only these classes)
+	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python tests/engine/perturbed.py $(NAMES)
 
 quantised: $(READY) ## measure quantised checkpoints; write the table of docs/quantised.md (FORMATS="…": only this format)
 	@$(BIN)/python tests/engine/quantised_page.py $(if $(FORMATS),"$(FORMATS)")

@@ -23,7 +23,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"'\w*Config' object has no attribute", "vLLM reads a field that the config of transformers' class does not have"),
     (r"Unrecognized configuration class", "vLLM's Transformers backend finds no base model for its config"),
     (r"Class validation error", "vLLM's config class does not take what transformers' gives"),
-    (r"did not start: 'layers\.", "vLLM does not know transformers' names of its weights"),
+    (r"(did not start|KeyError at .*): 'layers\.", "vLLM does not know transformers' names of its weights"),
     (r"weights were not initialized", "vLLM has weights that transformers' class does not"),
     (r"Cannot find any model weights|spk_dict", "vLLM looks for files that transformers does not write"),
     (r"exceeds dimension size|split_with_sizes|for //|output_dim=", "vLLM derives other sizes from the generated config"),
@@ -32,7 +32,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"not supported by MLA", "vLLM's CPU kernel for latent attention takes other sizes only"),
     (r"cannot be run by itself", "no residual stream was found: the layer cannot be run by itself"),
     (
-        r"AssertionError$|too many values to unpack|did not start: 'vllm'",
+        r"AssertionError( at vllm/|$)|too many values to unpack|(did not start|KeyError at .*): 'vllm'",
         "it fails in vLLM's Transformers backend or its own file, without a reason",
     ),
     (r"no module or parameter named", "vLLM does not know transformers' names of its weights"),

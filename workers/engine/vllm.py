@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import vllm
-from pydantic import ValidationError
+from transformers import AutoConfig
 from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
@@ -36,7 +36,7 @@ from ...schemas.settings import Settings, SettingsError
 from ...schemas.specs import StoredCapture
 from ...schemas.steering import GlobalSteering, RankSteering
 from ...schemas.version import __version__
-from ..runner import seams
+from ..runner import build_errors, seams
 from ..runner.allowlist import check
 from ..runner.architectures import UnsupportedArchitectureError, describe
 from ..runner.config import Found, PlaneConfig
@@ -50,7 +50,7 @@ from . import nodes
 from .admission import CaptureBudget, StepRows
 from .certificate import Access, certify, keep
 from .checkpoint import check_folder, check_layers
-from .comparison import source_of
+from .comparison import source_of, suspects
 from .drafts import check_drafter, check_drafts
 from .ends import Ends
 from .format_check import FormatChecker
@@ -115,7 +115,7 @@ class VllmEngine(RankControl):
             capture_queue_mib=0,  # likewise
             capture_window_mib=settings.capture_window_mib,
             capture_overload=settings.capture_overload,
-            spill_dir=str(Path(settings.data_dir).resolve() / "spill"),
+            spill_dir=_spill_dir(settings),
             row_store_mib=_row_store_mib(settings),
             sweep_entry=settings.sweep_entry,
             writer_threads=settings.writer_threads,
@@ -188,7 +188,8 @@ class VllmEngine(RankControl):
         except (MidstreamError, SettingsError):  # their own words
             raise
         except Exception as error:
-            raise MidstreamError("engine_failed", f"the engine did not start: {in_our_settings(_reason(error))}") from error
+            built = build_errors.kept(_spill_dir(settings), BOOT)
+            raise MidstreamError("engine_failed", f"the engine did not start: {_why(error, built, settings)}") from error
         readings = {kind: next((each.readings[kind] for each in found if each.readings[kind]), "") for kind in found[0].readings}
         self.enters = all(each.enters for each in found)
         self._item_bytes: int = config.dtype.itemsize
@@ -268,9 +269,12 @@ class VllmEngine(RankControl):
             )
             self._vectors.forget()  # as the ranks did
             await self._llm.reset_prefix_cache()
-        except BaseException:
+        except BaseException as error:
             await asyncio.to_thread(self._llm.shutdown)
-            raise
+            built = build_errors.kept(_spill_dir(self._settings), BOOT)
+            if not isinstance(error, Exception) or (isinstance(error, MidstreamError) and not built):
+                raise
+            raise MidstreamError("engine_failed", f"the engine did not start: {_why(error, built, self._settings)}") from error
         path = keep(certificate, Path(self._settings.data_dir).resolve() / "certificates")
         logger.info("certified in %.1f s: %s; %s", certificate.seconds, ", ".join(certificate.proven), path)
         for hook, why in certificate.absent.items():
@@ -460,10 +464,26 @@ class VllmEngine(RankControl):
         return results
 
 
-def _reason(error: Exception) -> str:
-    """In one line; of a failed validation only what is wrong, without pydantic's account of its input."""
-    text = "; ".join(each["msg"] for each in error.errors()) if isinstance(error, ValidationError) else str(error)
-    return " ".join(text.split()) or type(error).__name__
+def _spill_dir(settings: Settings) -> str:
+    return str(Path(settings.data_dir).resolve() / "spill")
+
+
+def _why(error: Exception, built: str, settings: Settings) -> str:
+    """In our settings' terms, or as vLLM says it, with the fields of the config that may be why it cannot build or run the model.
+
+    `built`: what a rank kept.
+    """
+    reason = built or build_errors.reason_of(error)
+    ours = in_our_settings(reason)
+    if ours != reason or not (built or isinstance(error, AttributeError | AssertionError | KeyError | TypeError | IndexError)):
+        return ours
+    try:
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
+        architecture, fields = (config.architectures or ["the model"])[0], suspects(config)
+    except Exception as unread:  # the config itself may be why
+        return f"{reason}; transformers does not read its config either: {build_errors.reason_of(unread)}"
+    suspected = ", ".join(fields) or "none"
+    return f"vLLM cannot run {architecture}: {reason}. Fields of config.json that are not its class's defaults: {suspected}"
 
 
 def _caveats(settings: Settings) -> list[str]:

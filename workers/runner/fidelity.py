@@ -98,6 +98,7 @@ _HEADS_IN_A_ROW = "vLLM's CPU kernel for rotary positions is wrong where a query
 #: Architectures that are not compared field by field → what is known to differ, as the walk of `docs/models.md` found it.
 OTHERWISE: Mapping[str, tuple[Rule, ...]] = {
     "BloomForCausalLM": (Rule("model_type", (), "vLLM computes the exact gelu, transformers' model its tanh approximation"),),
+    "FalconForCausalLM": (Rule("bias", (False,), "vLLM adds the bias of attention to the output of the MLP"),),
     "Ernie4_5_MoeForCausalLM": (Rule("model_type", (), "vLLM's CPU experts leave out the router's correction bias", on_cpu=True),),
     "Glm4vForConditionalGeneration": (
         Rule("attention_bias", (True,), "transformers' attention has biases in any case, which vLLM leaves out"),

@@ -39,7 +39,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam("vllm.v1.worker.worker_base:WorkerBase", ("vllm_config", "model_config", "parallel_config", "rank", "device"), "worker_class.py"),
     Seam(
         "vllm.v1.worker.gpu_worker:Worker",
-        ("init_device", "load_model", "initialize_from_config", "use_v2_model_runner", "model_runner"),
+        ("init_device", "load_model", "execute_model", "initialize_from_config", "use_v2_model_runner", "model_runner"),
         "worker_class.py",
     ),
     Seam("vllm.v1.worker.cpu_worker:CPUWorker", ("init_device", "load_model", "initialize_from_config", "model_runner"), "worker_class.py"),

@@ -21,7 +21,7 @@ from ...schemas.selectors import INSIDE
 from ...schemas.source_runs import RunFiles
 from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor
-from . import cpu_fp8, naps  # noqa: F401 - each replaces a part of vLLM on CPUs
+from . import build_errors, cpu_fp8, naps  # noqa: F401 - the last two replace parts of vLLM on CPUs
 from .adapters import V1Adapter, V2Adapter
 from .allowlist import check
 from .architectures import UnsupportedArchitectureError, describe
@@ -81,7 +81,8 @@ class MidstreamWorker(PlatformWorker):
         config, model = plane_config(), self.model_config
         adapter = describe(model.architectures[0], model.hf_config, model.max_model_len)  # refuse before the weights are read
         quantisation = quantisation_of(self.vllm_config)  # likewise
-        super().load_model(*args, **kwargs)
+        with build_errors.kept_for_worker(config.spill_dir, config.boot):
+            super().load_model(*args, **kwargs)
         # Before anything runs: on CPUs it replaces vLLM's arithmetic.
         loras = Loras(self.model_runner.lora_manager, Path(config.spill_dir)) if self.vllm_config.lora_config is not None else None
         try:
@@ -162,6 +163,11 @@ class MidstreamWorker(PlatformWorker):
             tap(loaded, self._plane.grade)
         if not pp.is_first_rank:
             self.model_runner.make_pipeline_buffers()
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        config = plane_config()
+        with build_errors.kept_for_worker(config.spill_dir, config.boot):
+            return super().execute_model(*args, **kwargs)
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> Any:
         """The plane is connected only now: profiling runs before it never reach it."""
