@@ -94,7 +94,7 @@ def probe_register(
     try:
         with np.load(file, allow_pickle=False) as held:
             tensors = {key: np.array(held[key]) for key in ("weight", "bias") if key in held}
-    except (OSError, ValueError) as error:
+    except Exception as error:  # numpy evaluates the header of a file as a literal, which fails in many ways
         raise invalid("file", f"{file}: {error}", allowed="a .npz file with `weight`, and `bias`") from error
     if "weight" not in tensors:
         raise invalid("file", f"{file} has no array `weight`")

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
+from typer.testing import CliRunner
 
+from midstream.client.cli.main import app
 from midstream.client.vectors.numpy_file import read_npy, read_npz
 from midstream.schemas import lora_files, module_files, sae_files, tuned_files
 from midstream.schemas.base import from_json, to_json
@@ -101,6 +103,11 @@ def test_wrong_npy_headers_are_refused_by_member_and_also_by_the_client(tmp_path
     assert (refused.value.status, refused.value.field) == (400, "path")
     with pytest.raises(ValueError, match=r"W_enc\.npy"):
         read_npz((tmp_path / "params.npz").read_bytes())
+    with zipfile.ZipFile(tmp_path / "probe.npz", "w") as archive:
+        archive.writestr("weight.npy", npy(header) + bytes(16))
+    refused_file = CliRunner().invoke(app, ["probe", "register", "p", str(tmp_path / "probe.npz"), "--layer", "0"])
+    assert isinstance(refused_file.exception, MidstreamError)
+    assert refused_file.exception.field == "file"
 
 
 #: What a header may hold anywhere, valid or not.
