@@ -18,7 +18,7 @@ from ..broker.ops import observability
 from ..broker.receipts.curve import client_keys
 from ..schemas.errors import MidstreamError
 from ..schemas.settings import Settings, SettingsError, load_settings, relay_addresses
-from .engine.nodes import POLL_S, Worker
+from .engine.nodes import POLL_S, Worker, check_identity
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +27,10 @@ EXIT_UNREACHABLE = 70
 
 
 def run(settings: Settings) -> None:
-    """Join the worker's start and return when its engine has ended. Raises SettingsError."""
+    """Join the worker's start and return when its engine has ended. Raises SettingsError, and MidstreamError for another model."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+    from .engine.model_identity import identity_of
     from .engine.vllm import configured
     from .engine.vllm_options import for_platform, prepare_environment, scheduler_class, use_all_cores
     from .runner.allowlist import check
@@ -40,9 +41,11 @@ def run(settings: Settings) -> None:
     config, _ = configured(settings)
     config.scheduler_config.scheduler_cls = scheduler_class(config)
     check(config)
+    identity = identity_of(settings, config.model_config)
     worker = Worker(settings)
     print(f"follower waits for worker {settings.worker_id} node={settings.node_rank}", flush=True)
     plane = worker.await_start(after="")
+    check_identity(plane, identity)
     config.additional_config = plane.layout()
     plane.export()
     threading.Thread(target=_leave_with, args=(worker, plane.boot), name="follower", daemon=True).start()

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import redis
 
+from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings
 from midstream.workers.engine import nodes
 
@@ -17,6 +18,8 @@ class Start(NamedTuple):
     """As much of a start as is asked here."""
 
     boot: str
+    worker: str = "w"
+    identity: str = ""
 
 
 class Store:
@@ -120,3 +123,10 @@ def test_a_follower_waits_for_a_redis_that_loads_its_log(monkeypatch: pytest.Mon
     answers = iter([redis.ResponseError("NOPERM this user has no permissions")])
     with pytest.raises(redis.ResponseError, match="NOPERM"):
         worker.await_start(after="")
+
+
+def test_a_machine_with_another_checkpoint_does_not_join() -> None:
+    plane = Start("boot")._replace(identity="a" * 64)
+    nodes.check_identity(plane, "a" * 64)  # type: ignore[arg-type]
+    with pytest.raises(MidstreamError, match="the model here has the identity bbbbbbbbbbbb, and that of worker 'w' has aaaaaaaaaaaa"):
+        nodes.check_identity(plane, "b" * 64)  # type: ignore[arg-type]

@@ -24,6 +24,8 @@ import redis
 from ...broker.ops import redis_open
 from ...broker.ops.redis_availability import await_writes, is_absence
 from ...schemas.base import from_json, to_json
+from ...schemas.errors import MidstreamError
+from ...schemas.models import SHOWN_IDENTITY
 from ...schemas.settings import Settings
 from ..runner.config import PlaneConfig
 
@@ -52,6 +54,18 @@ def publish(settings: Settings, plane: PlaneConfig) -> None:
     with _connect(settings) as client:
         client.set(_key(settings.worker_id), to_json(plane))
     log.warning("waiting for %d more machines: python -m midstream.workers.follower", settings.nodes - 1)
+
+
+def check_identity(plane: PlaneConfig, identity: str) -> None:
+    """Raises MidstreamError where this machine's checkpoint is not that of the worker: their ranks would compute two models."""
+    if plane.identity != identity:
+        raise MidstreamError(
+            "model_changed",
+            f"the model here has the identity {identity[:SHOWN_IDENTITY]}, and that of worker {plane.worker!r} has "
+            f"{plane.identity[:SHOWN_IDENTITY]}",
+            field="model",
+            allowed="the worker's checkpoint, dtype and engine options on every machine",
+        )
 
 
 class Worker:
