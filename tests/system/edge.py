@@ -165,6 +165,7 @@ class Hand:
     """A worker with `ranks` ranks, every move of which the test makes. Its ledger lives on a loop in a thread of its own."""
 
     worker = "hand"
+    suffix = ".safetensors"  # of capture files
 
     def __init__(self, settings: Settings, ranks: Sequence[tuple[int, int]] = ((0, 0),)):
         self.settings = settings
@@ -268,7 +269,7 @@ class Hand:
         """A real file of what `blob` gives."""
         wanted = wanted or claim.job.captures[request][0]
         blob = self.blob(claim, request, rank, wanted)
-        path = f"{wanted.tag}/{claim.job.id}/p{request:04d}.a{claim.attempt}.pp{self.ranks[rank][1]}.safetensors"
+        path = f"{wanted.tag}/{claim.job.id}/p{request:04d}.a{claim.attempt}.pp{self.ranks[rank][1]}{self.suffix}"
         publish(open_store(self.settings.capture_root), [(path, blob)])
         sites, positions = blob.manifest.sites, len(blob.manifest.positions)
         rows = positions * sum(map(len, sites.values()))

@@ -1,7 +1,7 @@
 """Are a capture's norms and cosines those of numpy over the downloaded rows, for their tenant alone, and bounded?"""
 
 import base64
-import os
+import fcntl
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -16,6 +16,7 @@ from tenant_kit import Caller, asking
 
 from midstream.api.context import MEASURED_OF_TENANT
 from midstream.client import CaptureReader
+from midstream.schemas.captures import SEGMENT_SUFFIX
 from midstream.schemas.limits import MAX_NORM_BYTES, MAX_NORM_ROWS, MAX_NORM_VALUES
 
 HOOKS: dict[str, list[int]] = {"pre_attn": [1], "post_block": [0, 1, 2, 3]}
@@ -205,31 +206,25 @@ def test_a_module_that_is_deleted_while_it_is_read_is_a_conflict(api: Api, narro
 
 
 def test_a_tenant_that_looks_too_often_does_not_hold_up_the_others(tmp_path: Path, redis_url: str) -> None:
-    """A file whose opening waits takes the place of a slow disk. The limit is of calls that are under way."""
+    """A segment that is locked takes the place of a slow disk. The limit is of calls that are under way."""
     with asking(tmp_path, redis_url) as api, Hand(api.settings) as hand, ThreadPoolExecutor(MEASURED_OF_TENANT + 2) as pool:
+        hand.suffix = SEGMENT_SUFFIX
         ada, bob = Caller(api, hand, "vision"), Caller(api, hand, "speech")
         jobs = {each: each.submit(capture={"layers": "all", "positions": "all_prompt"}) for each in (ada, bob)}
         for job_id in jobs.values():
             hand.finish(job_id)
         urls = {each: f"/v1/captures/{job_id}/norms" for each, job_id in jobs.items()}
         path = api.settings.capture_root / ada.http.get(f"/v1/captures/{jobs[ada]}").json()["files"][0]["path"]
-        slow, whole = tmp_path / "slow", tmp_path / "whole"
-        path.rename(whole)
-        os.mkfifo(slow)
-        os.link(slow, path)
-        looks = [pool.submit(ada.http.get, urls[ada]) for _ in range(MEASURED_OF_TENANT + 1)]
-        try:
+        with path.open("rb") as segment:
+            fcntl.flock(segment, fcntl.LOCK_EX)
+            looks = [pool.submit(ada.http.get, urls[ada]) for _ in range(MEASURED_OF_TENANT + 1)]
             (first,) = wait(looks, timeout=60, return_when=FIRST_COMPLETED).done
-            other = pool.submit(bob.http.get, urls[bob])
-        finally:
-            whole.rename(path)
-            writer = os.open(slow, os.O_RDWR)  # now they open
+            other = pool.submit(bob.http.get, urls[bob])  # waits for its turn
         assert (first.result().status_code, first.result().headers["retry-after"]) == (429, "1")
         assert "looks at captured rows of tenant vision" in first.result().json()["detail"]
         assert other.result().status_code == 200
         assert [look.result().status_code for look in looks].count(429) == 1
         assert ada.http.get(urls[ada]).status_code == 200
-        os.close(writer)
 
 
 # field case 39

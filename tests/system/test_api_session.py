@@ -429,7 +429,7 @@ def test_the_open_requests_of_a_tenant_are_limited_and_freed_on_disconnect(api: 
     path, headers = f"/v1/jobs/{caller.submit()}?wait=60", bearer(caller.key.key)
     host, port = api.url.removeprefix("http://").split(":")
     with ExitStack() as held:
-        for _ in range(CONNECTIONS + 1):  # one may be refused while a call of the loop below has its place
+        for _ in range(CONNECTIONS + 3):  # some may be refused while a call above, or one of the loop below, has its place
             connection = held.enter_context(socket.create_connection((host, int(port))))
             lines = [f"GET {path} HTTP/1.1", "Host: localhost", *(f"{name}: {value}" for name, value in headers.items())]
             connection.sendall("\r\n".join([*lines, "", ""]).encode())
