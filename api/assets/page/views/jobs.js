@@ -45,10 +45,11 @@ export default function View({ params, session, jobs }) {
   const opened = params[0] || null;
   const left = useRef(null); // the job whose details were shown: its row gets the focus when they are gone, and rows are there on a phone too
   useLayoutEffect(() => {
-    const row = !opened && left.current && document.querySelector(`tr[data-id="${CSS.escape(left.current)}"]`);
+    if (opened) return void (left.current = opened);
+    const row = left.current && document.querySelector(`tr[data-id="${CSS.escape(left.current)}"]`);
     if (row) row.focus();
-    left.current = opened;
-  }, [opened]);
+    if (row || document.activeElement !== document.body) left.current = null; // otherwise the feed has yet to bring the row
+  }, [opened, items]);
   const open = (job) => (location.hash = `#/jobs/${job.id}`);
   const close = () => (location.hash = "#/jobs");
   const may = session.scopes.includes("submit") || session.scopes.includes("admin");
