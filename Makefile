@@ -115,11 +115,12 @@ test-web: $(READY) browser ## browser tests of the page: Chromium against a real
 screenshots: $(READY) browser ## pictures of the page for docs/page.md
 	@$(BIN)/python tests/web/screenshots.py
 
-# Two engines run in parallel, one thread each, without core binding: vLLM would bind both to the same core. Engines of two ranks run alone.
+# Engines run in parallel, one thread each, without core binding: vLLM would bind all to the same core. Engines of two ranks run alone.
+# Long tests often wait, so that three processes keep two cores busy.
 test-engine: $(READY) model ## engine tests: real vLLM on CPU
 	@echo "== engine tests"
 	@failed=0; \
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) $(SHARED) 2 -m "not ranks and not matrix and not packages $(NOT_LONG)" tests/engine $(if $(LONG),tests/long) || failed=1; \
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) $(SHARED) $(if $(LONG),3,2) -m "not ranks and not matrix and not packages $(NOT_LONG)" tests/engine $(if $(LONG),tests/long) || failed=1; \
 	$(PYTEST) -m "ranks and not matrix $(NOT_LONG)" tests/engine || failed=1; \
 	exit $$failed
 

@@ -29,9 +29,9 @@ LONGEST = (
     "test_site_triton.py", "test_site_reference.py",
     "test_harvest_kills.py", "test_fault_gate.py", "test_netns.py", "test_up.py", "test_worker_faults.py", "test_api_faults.py",
     "test_worker_steering.py", "test_client.py", "test_redis_users.py", "test_schemathesis.py",
-    "test_attack.py", "test_docs_pages.py", "test_attention.py", "test_fidelity.py", "test_patching_service.py",
-    "test_hooked_model.py", "test_wheel.py", "test_lora_service.py", "test_openai.py", "test_inspect.py",
-    "test_harvest.py", "test_service.py", "test_worker_processes.py",
+    "test_gpu_bench.py", "test_docs_pages.py", "test_attention.py", "test_attack.py", "test_train_sae.py",
+    "test_fidelity.py", "test_patching_service.py", "test_hooked_model.py", "test_wheel.py", "test_lora_service.py", "test_openai.py",
+    "test_inspect.py", "test_harvest.py", "test_service.py", "test_worker_processes.py",
 )  # fmt: skip
 #: Folders in the order in which they run.
 STAGES = ("unit", "system", "web", "engine", "faults", "long", "machines")

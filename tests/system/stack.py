@@ -282,18 +282,19 @@ class Stack:
         """
         from midstream.workers.fake.model import identity_of, make_tokenizer
 
-        tokenizer = make_tokenizer()
+        tokenizer, name = make_tokenizer(), self.settings.served_model
+        served = self.do(lambda ledger: ledger.model(name))  # None before the first worker: then the fake engine's
         job = Job(
             id=new_job_id(),
             kind="generate",
-            model=self.settings.served_model,
+            model=name,
             prompts=[StoredPrompt(token_ids=tokenizer.encode(text).ids, text=text) for text in prompts],
             sampling=Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos),
             created=now(),
             stream=stream,
             captures=[[capture]] * len(prompts) if capture else [],
             steering=[steering] * len(prompts) if steering else [],
-            **{"identity": identity_of(self.settings)} | more,
+            **{"identity": served.identity if served else identity_of(self.settings)} | more,
         )
         accept = Ledger.submit if send else submit_unsent
         self.do(lambda ledger: accept(ledger, job, blobs or {}))
