@@ -41,8 +41,8 @@ SETTINGS: dict[str, Any] = {
 }
 #: Commands that a log gets before it is loaded slowly, and how long that takes: longer than what starts meanwhile needs for its start.
 LOADED_COMMANDS, LOAD_S = 20_000, 12.0
-#: Whoever starts while Redis restarts may end with an error.
-STARTS = 5
+#: How long a process is started again for: one may end with an error while Redis restarts, or while workers with other weights count as alive.
+STARTING_S = 60.0
 #: How long a worker's kill waits for the worker to hold a job, in seconds.
 WORK_S = 5.0
 #: A worker that gets SIGTERM finishes its jobs first.
@@ -228,12 +228,13 @@ class Cluster(Stack):
     def _start(self, name: str, **changed: Any) -> None:
         """Start a process again, as a supervisor would also when it ends while it starts: a worker with other weights does so while the
         others count as alive."""
-        for left in reversed(range(STARTS)):
+        deadline = time.monotonic() + STARTING_S
+        while True:
             try:
                 self.restart(name, **changed)
-                break
+                return
             except AssertionError:
-                if not left or name == "redis" or self.processes[name].poll() is None:
+                if time.monotonic() > deadline or name == "redis" or self.processes[name].poll() is None:
                     raise
 
     def was_away(self, name: str, start: float, end: float) -> bool:
