@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
 }
 #: Commands that a log gets before it is loaded slowly, and how long that takes: longer than what starts meanwhile needs for its start.
 LOADED_COMMANDS, LOAD_S = 20_000, 12.0
-#: How long a process is started again for: one may end with an error while Redis restarts, or while workers with other weights count as alive.
+#: How long a process that ends with an error is started again for: while Redis restarts, or workers with other weights count as alive.
 STARTING_S = 60.0
 #: How long a worker's kill waits for the worker to hold a job, in seconds.
 WORK_S = 5.0
